@@ -1,0 +1,3 @@
+"""Fixtures for all tests of the repository."""
+
+pytest_plugins = ["drivetrain.testing.pytest_plugin"]

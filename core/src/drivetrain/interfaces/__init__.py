@@ -1,0 +1,50 @@
+"""What a plugin subclasses, one interface per module. Importing this package does not import torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from drivetrain._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from drivetrain.interfaces.backend import Backend, BackendContext, Prepared, PrepareRequest, WindowView
+    from drivetrain.interfaces.checkpoint_format import CheckpointFormat
+    from drivetrain.interfaces.data_sharding import DataSharding
+    from drivetrain.interfaces.device import Device, TorchDevice
+    from drivetrain.interfaces.launcher import Launcher, LaunchRequest
+    from drivetrain.interfaces.precision import Precision
+    from drivetrain.interfaces.sharding_planner import ShardingPlan, ShardingPlanner
+    from drivetrain.interfaces.tracker import Tracker, TrackerContext
+
+__all__ = [
+    "Backend",
+    "BackendContext",
+    "CheckpointFormat",
+    "DataSharding",
+    "Device",
+    "LaunchRequest",
+    "Launcher",
+    "Precision",
+    "PrepareRequest",
+    "Prepared",
+    "ShardingPlan",
+    "ShardingPlanner",
+    "TorchDevice",
+    "Tracker",
+    "TrackerContext",
+    "WindowView",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "backend": ["Backend", "BackendContext", "PrepareRequest", "Prepared", "WindowView"],
+        "checkpoint_format": ["CheckpointFormat"],
+        "data_sharding": ["DataSharding"],
+        "device": ["Device", "TorchDevice"],
+        "launcher": ["LaunchRequest", "Launcher"],
+        "precision": ["Precision"],
+        "sharding_planner": ["ShardingPlan", "ShardingPlanner"],
+        "tracker": ["Tracker", "TrackerContext"],
+    },
+)
