@@ -1,10 +1,10 @@
 """Stopping at a step that all ranks agree on, without a collective of training's.
 
-A request on one rank (a signal, a time limit, a call) is written to the job's store. A thread on every rank looks there once a
-second. From the step at whose end a rank knows of the request, it publishes that step; all stop at ``max(published) + margin``.
-A rank waits for the others' numbers only when it has gone on for ``margin`` steps after publishing its own, so none can pass the
-common step unknowing, and none is blocked while another still needs it for a reduction: with the host at most one step ahead of
-the device while a request is pending, ranks are at most one step apart.
+A request on one rank (a signal, a time limit, a call) is written to the job's store, where a thread on every rank looks and
+acknowledges. Once all have, each rank publishes the step that it is at when its next window ends, and from then on waits for its
+device at each window's end. All stop at ``max(published) + 2``. No rank can pass that step unknowing: when the device is done with
+step s, every other rank has at least begun step s, so one that hasn't published will publish s or more. And none ever waits for
+another, so nothing can lock up.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from drivetrain.specs import ProcessInfo
 
 __all__ = ["Stopper"]
 
-_MARGIN = 3
-_POLL_SECONDS = 1.0
+_MARGIN = 2
+_POLL_SECONDS = 0.5
 
 
 class Stopper:
@@ -50,6 +50,7 @@ class Stopper:
         self._store: Any = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
+        self._watching = False
         self._previous: dict[int, Any] = {}
         self._deadline: float | None = None
         self._published: int | None = None
@@ -62,23 +63,21 @@ class Stopper:
 
     def watch(self) -> None:
         """Listen for SIGTERM and SIGUSR1 (in the main thread) and for other ranks. Called when the script first asks; idempotent."""
-        if self._thread is not None or self._previous:
+        if self._watching:
             return
+        self._watching = True
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 self._previous[number] = signal.signal(number, self._on_signal)
         if self._process.is_distributed and dist.is_initialized():
-            self._store = dist.distributed_c10d._get_default_store()
-        if self._store is not None or self._deadline is not None:
-            self._thread = threading.Thread(target=self._poll, name="drivetrain-stop", daemon=True)
-            self._thread.start()
+            self._store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+        if self._store is not None:
+            self._start_thread()
 
     def stop_after(self, seconds: float) -> None:
         """Request a stop that many seconds from now."""
         self._deadline = time.monotonic() + seconds
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._poll, name="drivetrain-stop", daemon=True)
-            self._thread.start()
+        self._start_thread()
 
     def request(self, reason: str) -> None:
         """Ask all ranks to stop; safe in a signal handler and in any thread."""
@@ -89,20 +88,19 @@ class Stopper:
         """A window has ended after optimizer step ``step``; call only while `pending`."""
         if self.should_stop:
             return
-        if self._store is None:
-            self.should_stop = True
+        if self._store is None:  # alone; or nobody watches, and then nobody asks
+            self.should_stop = not self._process.is_distributed
             return
-        self._synchronize()
+        world = self._process.world_size
         if self._published is None:
-            self._store.set(f"{self._key}/reason", self.reason)
-            self._store.set(f"{self._key}/requested", "1")
+            if self._store.add(f"{self._key}/known", 0) < world:
+                return
             self._store.set(f"{self._key}/{self._process.rank}", str(step))
             self._published = step
+        self._synchronize()
         if self._stop_at is None:
-            keys = [f"{self._key}/{rank}" for rank in range(self._process.world_size)]
-            if step >= self._published + _MARGIN:
-                self._store.wait(keys)
-            elif not self._store.check(keys):
+            keys = [f"{self._key}/{rank}" for rank in range(world)]
+            if not self._store.check(keys):
                 return
             self._stop_at = max(int(self._store.get(key)) for key in keys) + _MARGIN
         self.should_stop = step >= self._stop_at
@@ -115,6 +113,11 @@ class Stopper:
                 signal.signal(number, handler)
         self._previous.clear()
 
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._poll, name="drivetrain-stop", daemon=True)
+            self._thread.start()
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.request(signal.Signals(number).name)
         previous = self._previous.get(number)
@@ -122,16 +125,19 @@ class Stopper:
             previous(number, frame)
 
     def _poll(self) -> None:
+        acknowledged = False
         while not self._closing.wait(_POLL_SECONDS):
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self.request("time limit")
-            if self.pending and self._store is not None and self._published is None:
-                with contextlib.suppress(RuntimeError):  # the store's server went away: the job is ending
-                    self._store.set(f"{self._key}/reason", self.reason)
-                    self._store.set(f"{self._key}/requested", "1")
-            elif self._store is not None and not self.pending:
-                try:
-                    if self._store.check([f"{self._key}/requested"]):
-                        self.request(self._store.get(f"{self._key}/reason").decode())
-                except RuntimeError:
-                    return
+            if self._store is None or acknowledged:
+                continue
+            try:
+                if self.pending:
+                    self._store.set(f"{self._key}/requested", self.reason)
+                elif self._store.check([f"{self._key}/requested"]):
+                    self.request(self._store.get(f"{self._key}/requested").decode())
+                if self.pending:
+                    self._store.add(f"{self._key}/known", 1)
+                    acknowledged = True
+            except RuntimeError:  # the store's server went away: the job is ending
+                return
