@@ -64,7 +64,7 @@ class ConfigFile:
 
 
 def read_config_file(path: str | Path, *, said_by: str = "config_file") -> ConfigFile:
-    """Read a configuration file.
+    r"""Read a configuration file.
 
     Args:
         path: Where it lies.
@@ -77,7 +77,7 @@ def read_config_file(path: str | Path, *, said_by: str = "config_file") -> Confi
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder, "drivetrain.toml")
-        ...     _ = path.write_text('mixed-precision = "bf16"\\n[my-backend]\\nsize = 3\\n')
+        ...     _ = path.write_text('mixed-precision = "bf16"\n[my-backend]\nsize = 3\n')
         ...     file = read_config_file(path)
         >>> file.core, file.section("my-backend")
         ({'mixed_precision': 'bf16'}, {'size': 3})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import difflib
-import functools
 import inspect
 import sys
 import typing
@@ -50,6 +49,7 @@ class Options:
     _given: frozenset[str]
 
     def __new__(cls: type[T], *args: Any, **kwargs: Any) -> T:
+        """Note which fields are given."""
         self = super().__new__(cls)
         if dataclasses.is_dataclass(cls):
             object.__setattr__(self, "_given", frozenset({*_schema(cls).positional[: len(args)], *kwargs}))
@@ -130,8 +130,16 @@ class _Schema:
     positional: tuple[str, ...]
 
 
-@functools.cache
 def _schema(cls: type[Any]) -> _Schema:
+    """The schema of an options class, kept on the class itself."""
+    schema: _Schema | None = cls.__dict__.get("_options_schema")
+    if schema is None:
+        schema = _derive(cls)
+        cls._options_schema = schema
+    return schema
+
+
+def _derive(cls: type[Any]) -> _Schema:
     fields = {f.name: f for f in dataclasses.fields(cls) if not f.name.startswith("_")}
     hints = {name: _hint(cls, name) for name, f in fields.items() if f.init}
     positional = tuple(f.name for f in fields.values() if f.init and not f.kw_only)
