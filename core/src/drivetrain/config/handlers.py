@@ -277,4 +277,6 @@ CORE_OPTIONS: Mapping[str, CoreOption] = {
     "profile": CoreOption(f"{_HERE}:ProfileKwargs"),
     "gradient_accumulation": CoreOption(f"{_HERE}:GradientAccumulationPlugin", "gradient_accumulation_plugin"),
     "dynamo": CoreOption(f"{_HERE}:TorchDynamoPlugin", "dynamo_plugin"),
+    "project": CoreOption("drivetrain.checkpoint.project:ProjectConfiguration", "project_config"),
+    "data_loader": CoreOption("drivetrain.data.configuration:DataLoaderConfiguration", "dataloader_config"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import datetime
 import difflib
@@ -51,7 +52,7 @@ class Options:
     def __new__(cls: type[T], *args: Any, **kwargs: Any) -> T:
         """Note which fields are given."""
         self = super().__new__(cls)
-        if dataclasses.is_dataclass(cls):
+        if hasattr(cls, "__dataclass_fields__"):
             object.__setattr__(self, "_given", frozenset({*_schema(cls).positional[: len(args)], *kwargs}))
         return self
 
@@ -70,6 +71,14 @@ class Options:
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that were given: keyword arguments for the constructor that these options stand for."""
         return self.explicit()
+
+    def replaced(self: T, **changes: Any) -> T:
+        """A copy with other values, which count as given."""
+        new = copy.copy(self)
+        for name, value in changes.items():
+            object.__setattr__(new, name, value)
+        object.__setattr__(new, "_given", self._given | changes.keys())
+        return new
 
     def validate(self) -> None:
         """Check the type of each field; cheap enough for a constructor (about a microsecond per field).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -12,7 +12,7 @@ from drivetrain.config.origins import DEFAULT, EXPLICIT, Origin, Source
 from drivetrain.config.settings import CoreSettings, variable
 from drivetrain.errors import ConfigurationError
 
-__all__ = ["Resolved", "check_section", "has_outside_values", "resolve_core", "resolve_options"]
+__all__ = ["Resolved", "check_section", "resolve_core", "resolve_options"]
 
 T = TypeVar("T", bound=Options)
 
@@ -89,11 +89,6 @@ def resolve_core(given: Mapping[str, Any], *, environ: Mapping[str, str], file: 
     return Resolved(CoreSettings(**{**outside, **explicit}), origins)
 
 
-def has_outside_values(cls: type[Options], section: str, environ: Mapping[str, str], file: ConfigFile) -> bool:
-    """Whether the environment or the file says something about a field of ``cls``."""
-    return bool(file.section(section)) or any(environ.get(variable(name, section), "").strip() for name in cls.hints())
-
-
 def _from_outside(
     cls: type[Options],
     section: str,
@@ -142,13 +137,12 @@ def _where(name: str, section: str, file: ConfigFile) -> str:
     return file.where(name, "core")
 
 
-def check_section(section: str, classes: list[type[Options]], file: ConfigFile) -> None:
-    """Refuse keys of a section that none of the options classes of that name has.
+def check_section(section: str, known: Collection[str], file: ConfigFile) -> None:
+    """Refuse keys of a section that aren't known.
 
     Raises:
         ConfigurationError: With file, line, key and the nearest match.
     """
-    known = {name for cls in classes for name in cls.hints()}
     for key in file.section(section):
         if key not in known:
             raise ConfigurationError(
