@@ -73,8 +73,7 @@ class Chooser:
                 raise UnsupportedError(
                     f"The device {name!r} ({origin}) can't be used: {problem}. {self._usable_devices()}"
                 )
-            reason = "asked for" if origin != DEFAULT else "the only one"
-            return self._take("device", spec, reason, origin)
+            return self._take("device", spec, "asked for", origin)
         fitting = []
         for spec in self.availability.everything().values():
             problem = self._device_problem(spec)

@@ -140,7 +140,8 @@ def _link(
 
 
 def _process_choice(process: ProcessInfo) -> Choice:
-    return Choice("process", f"rank {process.rank} of {process.world_size}", f"{process.cluster}: {process.reason}")
+    name = f"rank {process.rank} of {process.world_size}" if process.is_distributed else "one process"
+    return Choice("process", name, f"{process.cluster}: {process.reason}")
 
 
 def _device_notes(process: ProcessInfo, device: DeviceSpec, count: int) -> list[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 
 from drivetrain._engine.collecting import Sections
-from drivetrain.config.options import nearest
 from drivetrain.config.settings import PREFIX, CoreSettings, variable
 
 __all__ = ["foreign_variables", "unknown_variables"]
@@ -59,18 +59,15 @@ def unknown_variables(environ: Mapping[str, str], sections: Sections) -> Iterato
         environ: The environment.
         sections: What prefixes stand for.
     """
-    core = {variable(field) for field in CoreSettings.hints()}
+    core = {field.upper() for field in CoreSettings.hints()}
     for name in sorted(environ):
-        if not name.startswith(PREFIX) or name in core:
-            continue
         rest = name.removeprefix(PREFIX)
-        if rest in _OTHERS or rest.startswith(_OTHER_PREFIXES):
+        if rest == name or rest in core or rest in _OTHERS or rest.startswith(_OTHER_PREFIXES):
             continue
-        candidates = set(core)
+        known = set(core)
         for section in sections.names():
-            prefix = variable("", section)
-            if name.startswith(prefix):
-                candidates |= {variable(field, section) for field in sections.fields(section)}
-        if name not in candidates:
-            hint = nearest(name, candidates)
-            yield f"{name} is set, but nothing reads it.{hint if 'Did you mean' in hint else ''}"
+            if name.startswith(variable("", section)):
+                known |= {variable(field, section).removeprefix(PREFIX) for field in sections.fields(section)}
+        if rest not in known:
+            match = difflib.get_close_matches(rest, sorted(known), n=1)
+            yield f"{name} is set, but nothing reads it.{f' Did you mean {PREFIX}{match[0]}?' if match else ''}"
