@@ -1,0 +1,37 @@
+"""Discovery of plugins and the registry of what they offer. Importing this package does not import torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from drivetrain._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from drivetrain._plugins.handshake import verify_ranks
+    from drivetrain._plugins.known import KnownPlugin, find_known, known_plugins
+    from drivetrain._plugins.record import KINDS, PluginRecord, Status, kind_of
+    from drivetrain._plugins.registry import Registry, get_registry, resolve_export
+
+__all__ = [
+    "KINDS",
+    "KnownPlugin",
+    "PluginRecord",
+    "Registry",
+    "Status",
+    "find_known",
+    "get_registry",
+    "kind_of",
+    "known_plugins",
+    "resolve_export",
+    "verify_ranks",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "handshake": ["verify_ranks"],
+        "known": ["KnownPlugin", "find_known", "known_plugins"],
+        "record": ["KINDS", "PluginRecord", "Status", "kind_of"],
+        "registry": ["Registry", "get_registry", "resolve_export"],
+    },
+)
