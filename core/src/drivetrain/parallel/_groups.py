@@ -80,23 +80,24 @@ def describe_failure(what: str, group: dist.ProcessGroup | None, error: BaseExce
     Each rank whose collective fails leaves a note in the rendezvous store. A rank that leaves none died, raised elsewhere or is stuck.
     """
     rank = dist.get_rank()
-    text = f"{what} failed on rank {rank}: {str(error).strip() or type(error).__name__}\n"
+    reason = str(error).strip() or type(error).__name__
     others = [r for r in global_ranks(group) if r != rank]
     try:
         silent = _silent_ranks(rank, others, what)
     except RuntimeError:
-        return text + (
-            "The rendezvous store can't be reached either: the process that hosts it (rank 0 or the launcher) is gone. "
-            "Look at that process's output for the first error."
+        suspect = (
+            "the rendezvous store can't be reached any more, so the process that hosts it (rank 0 or the launcher) is gone. "
+            "Look at its output for the first error."
         )
-    if silent:
-        names = ", ".join(map(str, silent))
-        which = f"rank {names} died, raised" if len(silent) == 1 else f"ranks {names} died, raised"
-        return text + (
-            f"Of the other ranks, {which} or stayed away from this call. Look at their output for the first error; if it only "
-            "took long, raise `InitProcessGroupKwargs(timeout=...)`."
+    else:
+        names = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+        suspect = (
+            f"{names} died, raised or stayed away from this call. Look at their output for the first error; if they only took "
+            "long, give `InitProcessGroupKwargs(timeout=...)` more seconds."
+            if silent
+            else "every rank saw this call fail, so the network between them or the timeout is to blame."
         )
-    return text + "Every rank saw this call fail: the network between them, or the timeout, is to blame."
+    return f"{what} failed on rank {rank}: {suspect}\nThe communication library says: {reason}"
 
 
 def _silent_ranks(rank: int, others: list[int], what: str) -> list[int]:
