@@ -10,6 +10,7 @@ Layout, in 64-bit words: fingerprint, length of the description, bytes of payloa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 from collections.abc import Sequence
@@ -117,10 +118,14 @@ def exchange(
 
 
 def tell_failure(operation: str, error: BaseException, group: dist.ProcessGroup | None) -> None:
-    """Take part in the others' frame with the news that this rank can't go on: they raise instead of waiting for it."""
+    """Take part in the others' frame with the news that this rank can't go on: they raise instead of waiting for it.
+
+    The caller raises ``error`` next, so that a failure to tell it is of no more interest.
+    """
     text = f"{type(error).__name__}: {error}".encode()[:INLINE]
     payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    _send(operation, [0, 0, len(text), _FAILED, *[0] * SIZES], payload, group)
+    with contextlib.suppress(DistributedOperationError):
+        _send(operation, [0, 0, len(text), _FAILED, *[0] * SIZES], payload, group)
 
 
 def _send(

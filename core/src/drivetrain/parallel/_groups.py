@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,13 +23,19 @@ def members(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This process's rank in ``group`` and the number of ranks in it; ``(0, 1)`` without torch.distributed.
 
     Raises:
-        DistributedOperationError: If this process isn't in ``group``.
+        DistributedOperationError: If this process isn't in ``group``, or is one of several that haven't met yet.
 
     Example:
         >>> members(None)
         (0, 1)
     """
     if not dist.is_available() or not dist.is_initialized():
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        if world_size.isdigit() and int(world_size) > 1:
+            raise DistributedOperationError(
+                f"A collective was called in a job of {world_size} processes (WORLD_SIZE) that has no process group: it was ended, or "
+                "not made yet. Make an `Accelerator` or a `PartialState` first."
+            )
         return 0, 1
     rank = dist.get_rank(group)
     if rank < 0:
