@@ -110,7 +110,6 @@ class Accelerator(ProcessFacade, CollectiveFacade, TrackingFacade, CheckpointFac
         self._custom_objects: list[Any] = []
         self._step = 0
         self._epoch = 0
-        self._start_checkpoints()
         parts.registry.notify("drivetrain_after_start", accelerator=self)
 
     # -- what was chosen ---------------------------------------------------------------------------------------------------

@@ -118,7 +118,8 @@ class BFloat16(_AutocastPrecision):
 
 
 class Float16(_AutocastPrecision):
-    """fp16 by autocast, with dynamic loss scaling, or static (``GradScalerKwargs(growth_interval=0)`` or ``enabled=False`` for none).
+    """fp16 by autocast, with dynamic loss scaling; static with ``GradScalerKwargs(growth_factor=1, backoff_factor=1)``, none with
+    ``enabled=False``.
 
     Overflow is found in the gradients after they were reduced, so every process finds the same. The scale adapts once per
     window, when the next one starts, so that several optimizers of one window share a scale.
@@ -136,8 +137,10 @@ class Float16(_AutocastPrecision):
         super().__init__(spec, device_type=device_type, options=options)
         handler = self.options.get("GradScalerKwargs")
         given = handler.to_dict() if handler is not None else {}
-        if given.get("growth_interval") == 0:  # static: never grows, and backs off by a factor that is as good as one
-            given.update(growth_interval=2**31 - 1, backoff_factor=1.0 - 1e-9)
+        if given.get("growth_factor") == 1.0:  # never grows, which torch expresses by the interval
+            given.update(growth_factor=2.0, growth_interval=2**31 - 1)
+        if given.get("backoff_factor") == 1.0:  # torch wants less than 1; this is 1 in the scale's float32
+            given["backoff_factor"] = 1.0 - 1e-9
         self.scaler = torch.amp.GradScaler(device_type, **given)
         self.scales = self.scaler.is_enabled()
         self._unscaled: set[int] = set()

@@ -12,7 +12,7 @@ backward, and gradients are scaled once, without a host read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -317,6 +317,58 @@ class Accumulator:
             self.current.correct(optimizer, parameters)
         if self.backend.precision.scales:
             self.backend.unscale_(optimizer)
+
+    # -- state, for checkpoints --------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any window has gradients that no step has used."""
+        return any(not w.last for w in self._windows.values())
+
+    def counters(self, models: Sequence[torch.nn.Module]) -> dict[str, Any]:
+        """Where open windows stand: numbers that are equal on every rank."""
+        position = {id(m): i for i, m in enumerate(models)}
+        open_windows = [
+            {
+                "models": [position.get(id(m), -1) for m in w.models],
+                "index": w.index,
+                "size": w.size,
+                "assumed": w._assumed,
+                "seen": w._seen,
+                "weighted": w._weighted,
+            }
+            for w in self._windows.values()
+            if not w.last
+        ]
+        return {"reference": self.reference, "windows": open_windows}
+
+    def load_counters(self, models: Sequence[torch.nn.Module], state: Mapping[str, Any]) -> None:
+        """Put back what `counters` returned."""
+        self.reference = float(state.get("reference", 0.0))
+        self._windows.clear()
+        self.current = self._outside
+        self.sync_gradients = True
+        for saved in state.get("windows", ()):
+            window = self.window(tuple(models[i] for i in saved["models"] if i >= 0))
+            window.reset()
+            window.last = False
+            window.index, window.size = int(saved["index"]), int(saved["size"])
+            window._assumed, window._seen = float(saved["assumed"]), float(saved["seen"])
+            window._weighted = saved["weighted"]
+
+    def window_sums(self, models: Sequence[torch.nn.Module]) -> dict[str, float]:
+        """Items counted so far in open windows, on this rank."""
+        return {
+            str(i): float(w._items)
+            for i, w in enumerate(w for w in self._windows.values() if not w.last)
+            if w._items is not None
+        }
+
+    def load_window_sums(self, models: Sequence[torch.nn.Module], state: Mapping[str, float]) -> None:
+        """Put back what `window_sums` returned, after `load_counters`."""
+        for i, window in enumerate(w for w in self._windows.values() if not w.last):
+            if str(i) in state:
+                window._items = torch.tensor(state[str(i)], dtype=torch.float32, device=self.backend.device)
 
     # -- names of Accelerate's GradientState -------------------------------------------------------------------------------
 

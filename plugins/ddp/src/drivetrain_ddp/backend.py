@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.errors import NotPreparedError, UnsupportedError
 from drivetrain.interfaces import Backend
-from drivetrain.parallel import process_group
+from drivetrain.parallel.process_group import ProcessGroupHandle, init_process_group
 from drivetrain_ddp.hooks import register_communication_hook
 from drivetrain_ddp.options import DistributedDataParallelKwargs
 
@@ -29,7 +29,7 @@ class DDPBackend(Backend):
         True
     """
 
-    _owns_group = False
+    _group: ProcessGroupHandle | None = None
 
     @property
     def options(self) -> DistributedDataParallelKwargs:
@@ -41,7 +41,7 @@ class DDPBackend(Backend):
         super().setup()
         handler = self.context.handlers.get("InitProcessGroupKwargs")
         given = handler.explicit() if handler is not None else {}
-        self._owns_group = process_group.init_process_group(
+        self._group = init_process_group(
             self.context.process,
             device=self.device,
             device_backend=self.context.device.spec.communication_backend,
@@ -50,9 +50,8 @@ class DDPBackend(Backend):
 
     def teardown(self) -> None:
         """Destroy the process group, if it was made here."""
-        if self._owns_group:
-            self._owns_group = False
-            process_group.destroy()
+        if self._group is not None:
+            self._group.destroy()
 
     def wrap_model(self, model: torch.nn.Module, *, evaluation: bool) -> torch.nn.Module:
         """Wrap a model that has something to train."""

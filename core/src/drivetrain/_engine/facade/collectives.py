@@ -104,7 +104,7 @@ class CollectiveFacade:
 
     def set_trigger(self) -> None:
         """Raise a flag that `check_trigger` shows to all processes, and ask training to stop (see ``should_stop``)."""
-        self._trigger.set()
+        self._trigger.set_trigger()
         self._stopper.request("trigger")
 
     def check_trigger(self) -> bool:
@@ -117,4 +117,4 @@ class CollectiveFacade:
             >>> accelerator.check_trigger(), accelerator.check_trigger()
             (True, False)
         """
-        return self._trigger.check()
+        return self._trigger.check_trigger()
