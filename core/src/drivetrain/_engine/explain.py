@@ -15,7 +15,7 @@ __all__ = ["explain"]
 
 def explain(plan: PreparePlan, backend: Backend, models: Sequence[torch.nn.Module]) -> str:
     """The plan, what the backend adds, and what each prepared model computes in."""
-    rows = []
+    rows = [Row("backend", name, value, "") for name, value in backend.describe().items()]
     for model in models:
         inner = backend.unwrap(model)
         for pattern, dtype in backend.precision.describe(inner).items():

@@ -15,6 +15,7 @@ PARTS = {
     "chosen": ("Chosen", "what", "which", "why"),
     "settings": ("Settings", "setting", "value", "from"),
     "options": ("Options", "option", "value", "from"),
+    "backend": ("Backend", "fact", "value", ""),
     "precision": ("Precision", "modules", "computes in", ""),
     "rejected": ("Not chosen", "what", "why not"),
     "notes": ("Notes",),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any
-
 import torch
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -94,8 +92,3 @@ class DDPBackend(Backend):
     def expected_collectives(self) -> dict[str, dict[str, int]]:
         """None for a micro-batch without sync; one all-reduce per bucket at the window's end (small models: one bucket)."""
         return {"micro_batch": {}, "window": {"all_reduce": 1}}
-
-    def describe(self) -> dict[str, str]:
-        """The settings that were given."""
-        given: dict[str, Any] = self.options.explicit()
-        return {f"ddp.{name}": str(value) for name, value in given.items()}
