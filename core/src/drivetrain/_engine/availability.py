@@ -100,10 +100,10 @@ class TorchProbe:
 
     def status(self, spec: DeviceSpec) -> DeviceStatus:
         """Whether this kind of device can be used here. Never raises: what goes wrong is the reason."""
-        if spec.torch_type == "cpu" and spec.target == DeviceSpec.__dataclass_fields__["target"].default:
-            return DeviceStatus(True, 1, "always there")
         if spec.module is not None and not _is_importable(spec.module):
             return DeviceStatus(False, 0, f"the module {spec.module} isn't installed")
+        if spec.torch_type == "cpu" and spec.target == DeviceSpec.__dataclass_fields__["target"].default:
+            return DeviceStatus(True, 1, "always there")
         try:
             device = load_target(spec.target)(spec)
             count = int(device.count()) if device.is_available() else 0

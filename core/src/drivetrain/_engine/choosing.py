@@ -84,7 +84,8 @@ class Chooser:
             else:
                 fitting.append(spec)
         if not fitting:
-            raise UnsupportedError(f"No device can be used. {self._usable_devices()}")
+            wish = f" on which the backend {wanted_backend.name!r} runs" if wanted_backend is not None else ""
+            raise UnsupportedError(f"There is no device{wish}. {self._usable_devices()}")
         best = [spec for spec in fitting if spec.priority == fitting[0].priority]
         if len(best) > 1:
             names = " and ".join(spec.name for spec in best)

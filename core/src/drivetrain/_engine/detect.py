@@ -182,11 +182,11 @@ def _means_one_process(claim: _Claim) -> bool:
 
 def _half_set(claim: _Claim) -> str:
     missing = [f for f in claim.spec.required if f not in claim.values]
-    names = " and ".join("/".join(getattr(claim.spec, field)) or field for field in missing)
+    names = [_names(claim, field) for field in missing]
     single = ", ".join(variable for variable, _ in claim.values.values())
     return (
-        f"{claim} is set, but {names} is not, so the process can't tell who it is among the others. {_START}, "
-        f"or set {names}; to train in one process, unset {single}."
+        f"{claim} is set, but {_lacking(names)}, so the process can't tell who it is among the others. {_START}, "
+        f"or set {' and '.join(names)}; to train in one process, unset {single}."
     )
 
 
@@ -229,6 +229,10 @@ def _complete(chosen: _Claim, helpers: list[_Claim], notes: list[str]) -> Proces
     )
 
 
+def _lacking(names: list[str]) -> str:
+    return f"{' and '.join(names)} {'isn' if len(names) == 1 else 'aren'}'t set"
+
+
 def _names(claim: _Claim, field: str) -> str:
     return "/".join(getattr(claim.spec, field)) or field
 
@@ -266,15 +270,15 @@ def _rendezvous(claim: _Claim, process: ProcessInfo, environ: Mapping[str, str],
         raise EnvironmentDetectionError(f"MASTER_PORT={port!r} must be a port, 1 to 65535.")
     if address and port:
         return "env://"
-    missing = " and ".join(name for name, text in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not text)
+    missing = [name for name, text in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not text]
     if not claim.spec.job_id:
         raise EnvironmentDetectionError(
-            f"{claim}: the processes can't meet, since {missing} is not set. {_START}, or set MASTER_ADDR to the host of rank 0 and "
+            f"{claim}: the processes can't meet, since {_lacking(missing)}. {_START}, or set MASTER_ADDR to the host of rank 0 and "
             "MASTER_PORT to a free port there, alike in every process."
         )
     if process.local_world_size < process.world_size and not address:
         raise EnvironmentDetectionError(
-            f"{claim}: there are several machines, and the processes can't meet, since MASTER_ADDR is not set. Set it to the host of "
+            f"{claim}: there are several machines, and the processes can't meet, since MASTER_ADDR isn't set. Set it to the host of "
             "rank 0 in every process (Open MPI: `mpirun -x MASTER_ADDR=host ...`, MPICH and Intel MPI: `-genv MASTER_ADDR host`)."
         )
     address = f"[{address}]" if ":" in address else address or "127.0.0.1"

@@ -93,7 +93,8 @@ class Options:
             try:
                 msgspec.convert(value, hint)
             except msgspec.ValidationError as error:
-                text = str(error) if " - at `$" in str(error) else f"{error} - at `$.{name}`"
+                text = str(error) if " - at `$" in str(error) else f"{error} - at `$`"
+                text = text.replace(" - at `$", f" - at `$.{name}")
                 raise ConfigurationError(f"{type(self).__name__}: {text}") from None
 
     @classmethod
