@@ -8,7 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from drivetrain._plugins.registry import _process_registry
+from drivetrain._plugins.process import _process_registry
 from drivetrain.cli import main
 from drivetrain.testing.distributions import write_plugin
 

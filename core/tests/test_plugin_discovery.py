@@ -168,7 +168,7 @@ def test_importing_torch_in_the_entry_module_is_noted(site, monkeypatch):
 
 def test_a_plugin_cannot_ask_for_the_registry_while_it_is_discovered(site, monkeypatch):
     from drivetrain._plugins import get_registry
-    from drivetrain._plugins.registry import _process_registry
+    from drivetrain._plugins.process import _process_registry
 
     write_plugin(site, "toy", "from drivetrain._plugins import get_registry\nget_registry()")
     _process_registry.cache_clear()

@@ -301,7 +301,7 @@ def test_names_resolve_through_the_processs_registry():
 
 def test_a_name_asked_for_during_discovery_is_an_attribute_error(site):
     """``from drivetrain import submodule`` in a plugin asks for the attribute first."""
-    from drivetrain._plugins.registry import _process_registry
+    from drivetrain._plugins.process import _process_registry
 
     source = "from drivetrain._plugins import resolve_export\nDRIVETRAIN_API = 1\ntry:\n    resolve_export('x')\nexcept AttributeError:\n    pass"
     write_plugin(site, "curious", source)
