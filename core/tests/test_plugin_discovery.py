@@ -158,15 +158,19 @@ def test_an_entry_point_must_name_a_module(site):
     assert one(site).reason == "its entry point must name a module, got 'toy_plugin_entry:Plugin'"
 
 
-def test_importing_torch_in_the_entry_module_is_noted(site, monkeypatch):
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    write_plugin(
-        site, "toy", "import sys, types; sys.modules['torch'] = types.ModuleType('torch')\n" + "DRIVETRAIN_API = 1"
-    )
-    assert one(site).notes == ("its entry module imports torch, which makes every start slow",)
+def test_importing_torch_in_the_entry_module_is_noted(site):
+    source = "import sys, types; sys.modules['torch'] = types.ModuleType('torch')\nDRIVETRAIN_API = 1"
+    write_plugin(site, "toy", source)
+    real = sys.modules.pop("torch", None)
+    try:
+        assert one(site).notes == ("its entry module imports torch, which makes every start slow",)
+    finally:
+        del sys.modules["torch"]
+        if real is not None:
+            sys.modules["torch"] = real
 
 
-def test_a_plugin_cannot_ask_for_the_registry_while_it_is_discovered(site, monkeypatch):
+def test_a_plugin_cannot_ask_for_the_registry_while_it_is_discovered(site):
     from drivetrain._plugins import get_registry
     from drivetrain._plugins.process import _process_registry
 
