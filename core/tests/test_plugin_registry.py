@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 import drivetrain
-from drivetrain._plugins import Registry, Status, get_registry, resolve_export
+from drivetrain._plugins import Registry, Status, get_registry
 from drivetrain._plugins.registry import MissingExportError
 from drivetrain.errors import ConfigurationError, PluginError, PluginNotFoundError, UnsupportedError
 from drivetrain.specs import Detection, Request, TrackerSpec
@@ -292,22 +292,24 @@ def test_the_processs_registry_is_one():
     assert get_registry() is get_registry()
 
 
-def test_names_resolve_through_the_processs_registry():
-    with pytest.raises(AttributeError):
-        resolve_export("no_such_name")
-    with pytest.raises(PluginError):
-        resolve_export("MegatronLMPlugin")
-
-
-def test_a_name_asked_for_during_discovery_is_an_attribute_error(site):
-    """``from drivetrain import submodule`` in a plugin asks for the attribute first."""
+def test_a_plugin_may_import_submodules_of_drivetrain(site):
+    """``from drivetrain import submodule`` asks for the attribute first, and so for an exported name."""
     from drivetrain._plugins.process import _process_registry
 
-    source = "from drivetrain._plugins import resolve_export\nDRIVETRAIN_API = 1\ntry:\n    resolve_export('x')\nexcept AttributeError:\n    pass"
+    source = """
+        from drivetrain._plugins import get_registry
+        DRIVETRAIN_API = 1
+
+        class Package:
+            def __getattr__(self, name):
+                return get_registry().export(name)
+
+        assert not hasattr(Package(), "submodule")
+    """
     write_plugin(site, "curious", source)
     _process_registry.cache_clear()
     try:
-        assert get_registry().plugin("curious").status is Status.OK
+        assert get_registry().plugin("curious").reason == ""
     finally:
         _process_registry.cache_clear()
 

@@ -9,7 +9,7 @@ from drivetrain._lazy import lazy_exports
 if TYPE_CHECKING:
     from drivetrain._plugins.handshake import verify_ranks
     from drivetrain._plugins.known import KnownPlugin, find_known, known_plugins
-    from drivetrain._plugins.process import get_registry, resolve_export
+    from drivetrain._plugins.process import get_registry
     from drivetrain._plugins.record import KINDS, PluginRecord, Status, kind_of
     from drivetrain._plugins.registry import MissingExportError, Registry
 
@@ -24,7 +24,6 @@ __all__ = [
     "get_registry",
     "kind_of",
     "known_plugins",
-    "resolve_export",
     "verify_ranks",
 ]
 
@@ -34,7 +33,7 @@ __getattr__, __dir__ = lazy_exports(
         "handshake": ["verify_ranks"],
         "known": ["KnownPlugin", "find_known", "known_plugins"],
         "record": ["KINDS", "PluginRecord", "Status", "kind_of"],
-        "process": ["get_registry", "resolve_export"],
+        "process": ["get_registry"],
         "registry": ["MissingExportError", "Registry"],
     },
 )
