@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, overload
 
-from drivetrain import specs as s
+import drivetrain.specs as s
 from drivetrain._lazy import load_target
 from drivetrain._plugins.known import KnownPlugin, find_known
 from drivetrain._plugins.loader import Discovery, discover
