@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import drivetrain._plugins.known as known_module
-from drivetrain._plugins import KINDS, find_known, known_plugins
+from drivetrain._plugins import KINDS, Registry, Status, find_known, kind_of, known_plugins
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -83,3 +83,18 @@ def test_accelerates_names_lead_to_their_plugins(space, name, plugin):
 def test_what_is_not_released_has_no_install_command():
     commands = {name: plugin.install_command for name, plugin in known_plugins().items() if plugin.install_command}
     assert commands == {"ddp": 'pip install "drivetrain[ddp]"', "tensorboard": 'pip install "drivetrain[tensorboard]"'}
+
+
+def test_what_first_party_plugins_offer_is_what_the_file_says():
+    for record in Registry.discover(environ={}).records:
+        known = known_plugins().get(record.name)
+        if known is None or record.status is not Status.OK:
+            continue
+        offered = {}
+        for spec in record.specs:
+            offered.setdefault(kind_of(spec), []).append(spec.name)
+        assert {kind: set(names) for kind, names in offered.items()} == {k: set(v) for k, v in known.specs.items()}
+        exports = {export.partition("=")[0] for spec in record.specs for export in spec.exports}
+        assert exports == set(known.exports)
+        assert {keyword for spec in record.specs for keyword in spec.accepts} == set(known.accepts)
+        assert known.available
