@@ -9,12 +9,14 @@ from drivetrain._lazy import lazy_exports
 if TYPE_CHECKING:
     from drivetrain._plugins.handshake import verify_ranks
     from drivetrain._plugins.known import KnownPlugin, find_known, known_plugins
+    from drivetrain._plugins.process import get_registry
     from drivetrain._plugins.record import KINDS, PluginRecord, Status, kind_of
-    from drivetrain._plugins.registry import Registry, get_registry, resolve_export
+    from drivetrain._plugins.registry import MissingExportError, Registry
 
 __all__ = [
     "KINDS",
     "KnownPlugin",
+    "MissingExportError",
     "PluginRecord",
     "Registry",
     "Status",
@@ -22,7 +24,6 @@ __all__ = [
     "get_registry",
     "kind_of",
     "known_plugins",
-    "resolve_export",
     "verify_ranks",
 ]
 
@@ -32,6 +33,7 @@ __getattr__, __dir__ = lazy_exports(
         "handshake": ["verify_ranks"],
         "known": ["KnownPlugin", "find_known", "known_plugins"],
         "record": ["KINDS", "PluginRecord", "Status", "kind_of"],
-        "registry": ["Registry", "get_registry", "resolve_export"],
+        "process": ["get_registry"],
+        "registry": ["MissingExportError", "Registry"],
     },
 )

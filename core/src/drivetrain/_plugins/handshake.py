@@ -81,7 +81,7 @@ def flatten(value: object, prefix: str = "") -> dict[str, str]:
 def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and (value or not path):
         for key, item in value.items():
             yield from _leaves(item, f"{path}.{key}" if path else str(key))
     else:

@@ -30,9 +30,6 @@ ALLOW = "DRIVETRAIN_PLUGINS"
 #: Variable with the names of plugins not to load.
 DISABLE = "DRIVETRAIN_DISABLE_PLUGINS"
 
-# A plugin that calls sys.exit() when it is imported must not end the program.
-_CAUGHT = (Exception, SystemExit)
-
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
@@ -147,18 +144,17 @@ class _Loader:
             if ":" in record.module:
                 raise PluginError(f"its entry point must name a module, got {record.module!r}")
             module = importlib.import_module(record.module)
-        except _CAUGHT as error:
-            return _failed(record, error)
-        record = replace(record, location=getattr(module, "__file__", None) or record.location)
-        record = _check_api(record, module)
-        if record.status is not Status.OK:
+            record = replace(record, location=str(getattr(module, "__file__", None) or record.location))
+            record = _check_api(record, module)
+            if record.status is Status.OK:
+                self.manager.register(record.name, module)
+                record = replace(record, specs=self.manager.collect(module))
             return record
-        try:
-            self.manager.register(record.name, module)
-            return replace(record, specs=self.manager.collect(module))
-        except _CAUGHT as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit() in a plugin, or the panic of a Rust extension, ends no program
             self.manager.unregister(record.name)
-            return _failed(record, error)
+            return replace(record, status=Status.FAILED, reason=_one_line(error), cause=error)
 
     def _check_spec_requirements(self, record: PluginRecord) -> PluginRecord:
         problems = {}
@@ -173,10 +169,12 @@ class _Loader:
         return record
 
 
-def _failed(record: PluginRecord, error: BaseException) -> PluginRecord:
-    text = " ".join(str(error).split())
-    reason = text if isinstance(error, PluginError) else f"{type(error).__name__}: {text}".rstrip(": ")
-    return replace(record, status=Status.FAILED, reason=reason, cause=error)
+def _one_line(error: BaseException) -> str:
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = "(its message can't be printed)"
+    return text if isinstance(error, PluginError) else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def _check_api(record: PluginRecord, module: ModuleType) -> PluginRecord:

@@ -6,23 +6,34 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from drivetrain import specs
-from drivetrain.specs import AnySpec
+from drivetrain.specs import (
+    AnySpec,
+    BackendSpec,
+    CheckpointFormatSpec,
+    ClusterSpec,
+    CommandSpec,
+    DataShardingSpec,
+    DeviceSpec,
+    LauncherSpec,
+    PrecisionSpec,
+    ShardingPlannerSpec,
+    TrackerSpec,
+)
 
 __all__ = ["KINDS", "PluginRecord", "Status", "canonical", "kind_of", "register_hook"]
 
 #: The kinds of specs, in the order of listings, and their classes.
 KINDS: Mapping[str, type[AnySpec]] = {
-    "backend": specs.BackendSpec,
-    "device": specs.DeviceSpec,
-    "cluster": specs.ClusterSpec,
-    "precision": specs.PrecisionSpec,
-    "sharding-planner": specs.ShardingPlannerSpec,
-    "data-sharding": specs.DataShardingSpec,
-    "tracker": specs.TrackerSpec,
-    "checkpoint-format": specs.CheckpointFormatSpec,
-    "launcher": specs.LauncherSpec,
-    "command": specs.CommandSpec,
+    "backend": BackendSpec,
+    "device": DeviceSpec,
+    "cluster": ClusterSpec,
+    "precision": PrecisionSpec,
+    "sharding-planner": ShardingPlannerSpec,
+    "data-sharding": DataShardingSpec,
+    "tracker": TrackerSpec,
+    "checkpoint-format": CheckpointFormatSpec,
+    "launcher": LauncherSpec,
+    "command": CommandSpec,
 }
 
 _KIND_OF_CLASS = {cls: kind for kind, cls in KINDS.items()}
@@ -42,7 +53,7 @@ def kind_of(spec: AnySpec) -> str:
     """The kind of a spec.
 
     Example:
-        >>> kind_of(specs.TrackerSpec(name="toy"))
+        >>> kind_of(TrackerSpec(name="toy"))
         'tracker'
     """
     return next(_KIND_OF_CLASS[cls] for cls in type(spec).__mro__ if cls in _KIND_OF_CLASS)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, overload
 
-from drivetrain import specs as s
+import drivetrain.specs as s
 from drivetrain._lazy import load_target
 from drivetrain._plugins.known import KnownPlugin, find_known
 from drivetrain._plugins.loader import Discovery, discover
@@ -22,7 +20,7 @@ from drivetrain._plugins.validate import nearest_clause
 from drivetrain.errors import ConfigurationError, DrivetrainError, PluginError, PluginNotFoundError
 from drivetrain.specs import AnySpec, Detection, Request
 
-__all__ = ["MissingExportError", "Registry", "get_registry", "resolve_export"]
+__all__ = ["MissingExportError", "Registry"]
 
 
 class MissingExportError(PluginNotFoundError, ImportError):
@@ -33,7 +31,7 @@ class MissingExportError(PluginNotFoundError, ImportError):
 
 
 class Registry:
-    """What plugins offer. Make one with `Registry.discover`, or take the process's with `get_registry`.
+    """What plugins offer. Make one with `Registry.discover`, or take the process's with `drivetrain._plugins.get_registry`.
 
     Example:
         >>> registry = Registry.discover(environ={}, entry_points=[])
@@ -423,49 +421,3 @@ def _imported(target: str | None) -> type | None:
     for part in attribute.split("."):
         value = getattr(value, part, None)
     return value if isinstance(value, type) else None
-
-
-_discovering = threading.local()
-
-
-@functools.cache
-def _process_registry() -> Registry:
-    return Registry.discover()
-
-
-def get_registry() -> Registry:
-    """The process's registry: discovered on the first call.
-
-    Raises:
-        PluginError: If a plugin's entry module asks for it while it is being discovered.
-
-    Example:
-        >>> get_registry() is get_registry()
-        True
-    """
-    if getattr(_discovering, "active", False):
-        raise PluginError("a plugin's entry module can't ask what plugins offer: they are being discovered")
-    _discovering.active = True
-    try:
-        return _process_registry()
-    finally:
-        _discovering.active = False
-
-
-def resolve_export(name: str) -> Any:
-    """The object behind a name that a plugin exports: what ``drivetrain`` and ``drivetrain.utils`` fall back to.
-
-    Raises:
-        AttributeError: If no plugin knows the name, or while plugins are being discovered (``from drivetrain import module``
-            in a plugin asks for the attribute before it imports the submodule).
-        PluginError: As `Registry.export`.
-
-    Example:
-        >>> resolve_export("no_such_name")
-        Traceback (most recent call last):
-        ...
-        AttributeError: module 'drivetrain' has no attribute 'no_such_name'
-    """
-    if getattr(_discovering, "active", False):
-        raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
-    return get_registry().export(name)

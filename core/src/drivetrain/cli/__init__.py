@@ -79,7 +79,7 @@ class Commands(click.Group):
 
 
 def _load(name: str) -> click.Command:
-    from drivetrain._plugins.registry import get_registry
+    from drivetrain._plugins.process import get_registry
 
     registry = get_registry()
     spec = registry.get("command", _dashes(name))
@@ -91,7 +91,7 @@ def _load(name: str) -> click.Command:
 
 
 def _summaries() -> list[tuple[str, str]]:
-    from drivetrain._plugins.registry import get_registry
+    from drivetrain._plugins.process import get_registry
 
     specs = get_registry().specs("command")
     return [(name, spec.summary) for name, spec in specs.items() if not spec.hidden]

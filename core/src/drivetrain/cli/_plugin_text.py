@@ -104,10 +104,24 @@ def details(record: PluginRecord) -> Iterator[str]:
         described = _spec_to_dict(record, spec)
         shown = {key: _plain(described[key]) for key in described if key not in ("kind", "name", "usable")}
         yield from _fields(shown, "    ")
-    if record.status is Status.FAILED and record.cause is not None and record.cause.__traceback__ is not None:
+    if record.cause is not None and record.cause.__traceback__ is not None:
         yield ""
-        lines = traceback.format_exception(type(record.cause), record.cause, record.cause.__traceback__)
-        yield textwrap.indent("".join(lines).rstrip(), "  ")
+        yield textwrap.indent(_traceback(record.cause), "  ")
+
+
+def _traceback(error: BaseException) -> str:
+    """A traceback from where the plugin's code starts: who imported it is no news."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for i, frame in enumerate(frames):
+        if not any(
+            part in frame.filename for part in ("importlib", "drivetrain/_plugins", "drivetrain\\_plugins", "pluggy")
+        ):
+            frames = traceback.StackSummary.from_list(frames[i:])
+            break
+    else:
+        frames = traceback.StackSummary()
+    lines = ["Traceback (most recent call last):\n", *frames.format()] if frames else []
+    return "".join([*lines, *traceback.format_exception_only(type(error), error)]).rstrip()
 
 
 def verdict(record: PluginRecord, problems: Sequence[str]) -> Iterator[str]:

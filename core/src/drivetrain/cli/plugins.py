@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from drivetrain._plugins.process import get_registry
 from drivetrain._plugins.record import KINDS
-from drivetrain._plugins.registry import get_registry
 from drivetrain.cli import _plugin_text as text
 
 __all__ = ["plugins"]
