@@ -10,14 +10,14 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from drivetrain.config import Options
 from drivetrain.errors import TrackerError
 from drivetrain.interfaces.tracker import Row, Tracker, TrackerContext
 from drivetrain.specs import TrackerSpec
-from drivetrain.tracking.encoding import decode, encode, repair, safe_name, tag, unique_path
+from drivetrain.tracking.encoding import decode, encode, path_inside, repair, safe_name, tag, unique_path
 from drivetrain.tracking.media import describe_histogram, figure_bytes
 from drivetrain.tracking.png import encode_png
 
@@ -152,8 +152,7 @@ class JsonlTracker(Tracker):
 
     def log_artifact(self, path: Path, name: str | None, step: int | None) -> bool:
         """Copy a file to ``artifacts/``; further ones of the same name get a number."""
-        parts = [safe_name(part) for part in PurePosixPath(name or path.name).parts]
-        target = unique_path(self._directory.joinpath("artifacts", *parts))
+        target = path_inside(self._directory / "artifacts", name or path.name)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
         file = target.relative_to(self._directory).as_posix()

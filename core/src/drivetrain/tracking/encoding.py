@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["decode", "encode", "read_lines", "repair", "safe_name", "tag", "unique_path", "untag"]
+__all__ = ["decode", "encode", "path_inside", "read_lines", "repair", "safe_name", "tag", "unique_path", "untag"]
 
 _FLOATS = {"@float:nan": math.nan, "@float:inf": math.inf, "@float:-inf": -math.inf}
 _encoder = msgspec.json.Encoder()
@@ -153,6 +153,16 @@ def safe_name(name: str) -> str:
     if len(text) > 120:
         text = f"{text[:90]}%{hashlib.sha256(data).hexdigest()[:24]}"
     return text or "%"
+
+
+def path_inside(root: Path, name: str) -> Path:
+    """A path that is not taken, for a file of that name (with ``/`` for folders) below ``root``, and nowhere else.
+
+    Example:
+        >>> path_inside(Path("run"), "../model/weights.bin").as_posix()
+        'run/%2E./model/weights.bin'
+    """
+    return unique_path(root.joinpath(*(safe_name(part) for part in name.split("/") if part)))
 
 
 def unique_path(path: Path) -> Path:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
@@ -50,6 +51,7 @@ class ExitGuard:
             return
         self._active, self._pid = True, os.getpid()
         atexit.register(self._exit)
+        self._register_early()
         self._excepthook, sys.excepthook = sys.excepthook, self._exception
         if threading.current_thread() is threading.main_thread():
             previous = signal.getsignal(signal.SIGTERM)
@@ -72,6 +74,20 @@ class ExitGuard:
         ):
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGTERM, self._handler)
+
+    def _register_early(self) -> None:
+        """Also be called when the threads are shut down, which comes before atexit: systems that use executors can't store any more after it."""
+        register = getattr(threading, "_register_atexit", None)
+        method = weakref.WeakMethod(self._exit)
+
+        def early() -> None:
+            callback = method()
+            if callback is not None:
+                callback()
+
+        if register is not None:
+            with contextlib.suppress(RuntimeError):  # the shutdown has begun
+                register(early)
 
     @property
     def _guarding(self) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import sys
 import threading
 import time
@@ -30,7 +31,7 @@ from drivetrain.interfaces.tracker import Tracker, TrackerContext
 from drivetrain.specs import ProcessInfo, TrackerSpec
 from drivetrain.tracking import media
 from drivetrain.tracking.compat import GeneralTrackerAdapter
-from drivetrain.tracking.encoding import safe_name, unique_path
+from drivetrain.tracking.encoding import safe_name
 from drivetrain.tracking.exits import ExitGuard
 from drivetrain.tracking.handle import InertTracker, TrackerHandle
 from drivetrain.tracking.options import TrackingOptions
@@ -472,16 +473,15 @@ class TrackerHub:
     def _make_spool(self, project: str, tracker: Tracker) -> Spool:
         base = self.options.spool_directory
         directory = Path(base) if base else (self.logging_dir or Path.cwd()) / "drivetrain-spool"
-        name = (
-            f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self.process.rank}-{safe_name(tracker.spec.name)}.jsonl"
-        )
+        unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+        name = f"{safe_name(tracker.spec.name)}-{unique}-rank{self.process.rank}.jsonl"
         header = {
             "tracker": tracker.spec.name,
             "project": project,
             "run_id": tracker.context.run_id,
             "rank": self.process.rank,
         }
-        return Spool(unique_path(directory / safe_name(project) / name), header)
+        return Spool(directory / safe_name(project) / name, header)
 
     def _begin(self, lanes: list[Lane], config: Mapping[str, Any] | None) -> None:
         self._lanes = tuple(lanes)

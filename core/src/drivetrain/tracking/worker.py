@@ -198,10 +198,10 @@ class Lane:
     def _drain(self, *, last: bool) -> None:
         while True:
             with self._lock:
-                from_spool = self.spool.pending > 0
+                from_spool = self.spool.pending > 0 or not self._opened
                 if from_spool:
                     self._keep(self._pop(len(self._queue)))
-                    if time.monotonic() < self._retry_at and not last:
+                    if not self.spool.pending or (time.monotonic() < self._retry_at and not last):
                         return
                 else:
                     batch = self._in_flight = self._pop_batch()
@@ -237,27 +237,27 @@ class Lane:
             if not self._opened:
                 return False
         refused: list[tuple[Record, BaseException]] = []
+        progress = False
         for record, offset in waiting:
             error = self._send([record])
-            if error is None:
-                with self._lock:
-                    for poison, reason in refused:
-                        self.spool.reject(poison, reason)
-                        self._warn_refused(poison, reason)
-                    self.spool.commit(len(refused) + 1, offset)
-                refused.clear()
-                self._backoff = self._options.retry_after
+            if error is not None:
+                refused.append((record, error))
+                if len(refused) == _STRIKES:
+                    break
                 continue
-            refused.append((record, error))
-            if len(refused) == _STRIKES:
-                break
-        if refused:
-            self._warn_failed(refused[0][1])
-            self._postpone()
-        elif not self.spool.pending:
-            self._retry_at = 0.0
-            logger.info("The tracker %r has taken all that was kept for it.", self.name)
-        return not refused
+            with self._lock:
+                for poison, reason in refused:
+                    self.spool.reject(poison, reason)
+                    self._warn_refused(poison, reason)
+                self.spool.commit(len(refused) + 1, offset)
+            refused.clear()
+            progress = True
+        if progress or not waiting:
+            self._backoff = self._options.retry_after
+            return True  # those refused last come again, before others
+        self._warn_failed(refused[0][1])
+        self._postpone()
+        return False
 
     def _send(self, batch: list[Record]) -> Exception | None:
         try:
