@@ -73,8 +73,10 @@ tensors = st.builds(
     st.lists(st.integers(0, 3), max_size=3).map(tuple),
     st.integers(0, 9),
 )
-zones = st.none() | st.timezones().map(lambda _: dt.timezone.utc) | st.builds(
-    dt.timezone, st.timedeltas(dt.timedelta(hours=-23), dt.timedelta(hours=23)), st.just("here")
+zones = (
+    st.none()
+    | st.timezones().map(lambda _: dt.timezone.utc)
+    | st.builds(dt.timezone, st.timedeltas(dt.timedelta(hours=-23), dt.timedelta(hours=23)), st.just("here"))
 )
 hashable_leaves = (
     st.none()
@@ -91,12 +93,16 @@ hashable_leaves = (
     | st.dates()
     | st.times()
     | st.timedeltas()
-    | st.sampled_from([torch.float32, torch.bfloat16, torch.device("cpu"), torch.device("cuda", 1), pathlib.Path("a/b")])
+    | st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.device("cpu"), torch.device("cuda", 1), pathlib.Path("a/b")]
+    )
     | st.lists(st.integers(0, 5), max_size=3).map(torch.Size)
     | st.builds(range, st.integers(-5, 5), st.integers(-5, 5), st.sampled_from([-2, 1, 3]))
 )
 hashables = st.recursive(
-    hashable_leaves, lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3), max_leaves=5
+    hashable_leaves,
+    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
+    max_leaves=5,
 )
 array_types = hnp.scalar_dtypes() | hnp.unicode_string_dtypes() | hnp.byte_string_dtypes()
 leaves = (
@@ -165,7 +171,11 @@ def test_non_contiguous_conjugated_and_parameter_tensors():
 
 
 def test_tensors_whose_paths_look_alike_do_not_mix():
-    value = {"a.b": torch.tensor([1.0]), "a": {"b": torch.tensor([2.0])}, "x": {1: torch.tensor(3), "1": torch.tensor(4)}}
+    value = {
+        "a.b": torch.tensor([1.0]),
+        "a": {"b": torch.tensor([2.0])},
+        "x": {1: torch.tensor(3), "1": torch.tensor(4)},
+    }
     assert same(round_trip(value), value)
 
 
@@ -261,7 +271,11 @@ def test_state_of_every_torch_optimizer(kind):
     def step(model, optimizer):
         def closure():
             optimizer.zero_grad()
-            loss = model(torch.tensor([1, 2]) if isinstance(model, torch.nn.Embedding) else torch.ones(2, 4)).square().sum()
+            loss = (
+                model(torch.tensor([1, 2]) if isinstance(model, torch.nn.Embedding) else torch.ones(2, 4))
+                .square()
+                .sum()
+            )
             loss.backward()
             return loss
 

@@ -24,10 +24,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from drivetrain.checkpoint.tensors import dtype_from_name, dtype_name, is_dtensor, tensor_from_bytes, tensor_identity, to_bytes
+from drivetrain.checkpoint.tensors import (
+    dtype_from_name,
+    dtype_name,
+    is_dtensor,
+    tensor_from_bytes,
+    tensor_identity,
+    to_bytes,
+)
 from drivetrain.errors import CheckpointError
 
-__all__ = ["Encoded", "decode", "dumps", "encode", "loads"]
+__all__ = ["Encoded", "decode", "dumps", "encode", "encode_parts", "loads"]
 
 _MAX_DEPTH = 200
 #: Byte strings and raw arrays above this size go to a tensor instead of base64.
@@ -37,8 +44,7 @@ _FACTORIES: dict[str, Any] = {"list": list, "dict": dict, "set": set, "int": int
 _FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
 #: NumPy types with a torch type of the same name, stored as that; the others are stored as their bytes.
 _NATIVE_ARRAYS = {
-    np.dtype(name)
-    for name in "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 complex64".split()
+    np.dtype(code) for code in ("?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8")
 }
 
 
@@ -86,6 +92,20 @@ def encode(value: Any, *, path: str = "state", inline_limit: int = 0) -> Encoded
     """
     encoder = _Encoder(inline_limit)
     encoder.out.tree = encoder.encode(value, path, 0)
+    return encoder.out
+
+
+def encode_parts(parts: Mapping[str, Any], *, inline_limit: int = 0) -> Encoded:
+    """Take several values apart into one `Encoded`, whose tree has the parts' names; each name is the path of its value.
+
+    A tensor that several parts share is stored once.
+
+    Example:
+        >>> encode_parts({"scheduler[0]": {"last_epoch": 3}, "counters": {"step": 4}}).tree
+        {'scheduler[0]': {'last_epoch': 3}, 'counters': {'step': 4}}
+    """
+    encoder = _Encoder(inline_limit)
+    encoder.out.tree = {path: encoder.encode(value, path, 0) for path, value in parts.items()}
     return encoder.out
 
 

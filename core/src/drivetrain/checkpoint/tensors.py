@@ -71,7 +71,9 @@ def local_region(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     try:
         (chunk,) = value.__create_chunk_list__()
     except (ValueError, RuntimeError) as error:
-        raise CheckpointError(f"a DTensor with placements {value.placements} can't be stored by its shards: {error}") from error
+        raise CheckpointError(
+            f"a DTensor with placements {value.placements} can't be stored by its shards: {error}"
+        ) from error
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
@@ -82,27 +84,27 @@ def raw_view(tensor: torch.Tensor) -> memoryview:
         raise CheckpointError("checkpoints are little-endian, this machine is not")
     if tensor.numel() == 0:
         return memoryview(b"")
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of any dense tensor, row-major.
+    r"""The bytes of any dense tensor, row-major.
 
     Example:
         >>> to_bytes(torch.tensor([1, 2], dtype=torch.int16))
-        b'\\x01\\x00\\x02\\x00'
+        b'\x01\x00\x02\x00'
     """
     return bytes(raw_view(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()))
 
 
 def tensor_from_bytes(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A CPU tensor with memory of its own, from what `to_bytes` gave.
+    r"""A CPU tensor with memory of its own, from what `to_bytes` gave.
 
     Raises:
         CheckpointError: If the number of bytes doesn't fit.
 
     Example:
-        >>> tensor_from_bytes(b"\\x01\\x00", torch.int16, [1])
+        >>> tensor_from_bytes(b"\x01\x00", torch.int16, [1])
         tensor([1], dtype=torch.int16)
     """
     expected = math.prod(shape) * dtype.itemsize
