@@ -8,7 +8,7 @@ from drivetrain._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from drivetrain.interfaces.backend import Backend, BackendContext, Prepared, PrepareRequest, WindowView
-    from drivetrain.interfaces.checkpoint_format import CheckpointFormat
+    from drivetrain.interfaces.checkpoint_format import CheckpointFormat, TensorReader
     from drivetrain.interfaces.data_sharding import DataSharding
     from drivetrain.interfaces.device import Device, TorchDevice
     from drivetrain.interfaces.launcher import Launcher, LaunchRequest
@@ -30,6 +30,7 @@ __all__ = [
     "Row",
     "ShardingPlan",
     "ShardingPlanner",
+    "TensorReader",
     "TorchDevice",
     "Tracker",
     "TrackerContext",
@@ -40,7 +41,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "backend": ["Backend", "BackendContext", "PrepareRequest", "Prepared", "WindowView"],
-        "checkpoint_format": ["CheckpointFormat"],
+        "checkpoint_format": ["CheckpointFormat", "TensorReader"],
         "data_sharding": ["DataSharding"],
         "device": ["Device", "TorchDevice"],
         "launcher": ["LaunchRequest", "Launcher"],
