@@ -34,6 +34,7 @@ from drivetrain.interfaces.launcher import LaunchRequest
 from drivetrain.launch._checks import command_line, local_world_size
 from drivetrain.launch._environment import rank_environment
 from drivetrain.launch._processes import FAILURE_GRACE, RankProcesses
+from drivetrain.launch.options import LocalOptions
 
 __all__ = ["Agent", "Loopback", "rendezvous_of"]
 
@@ -100,17 +101,16 @@ class Loopback(RendezvousHandler):
         return True
 
 
-def rendezvous_of(request: LaunchRequest) -> RendezvousHandler:
+def rendezvous_of(request: LaunchRequest, options: LocalOptions) -> RendezvousHandler:
     """How the machines of a request meet.
 
     On several machines torch's "static" rendezvous is the default, and "c10d" where restarts are wanted: it gives each attempt
     a store of its own.
     """
-    run_id = str(request.options.get("rdzv_id") or "drivetrain")
     if request.num_machines == 1:
-        return Loopback(request.main_process_port or 0, run_id)
-    backend = str(request.options.get("rdzv_backend") or ("c10d" if request.max_restarts else "static"))
-    settings: dict[str, Any] = {"timeout": 900, **(request.options.get("rdzv_conf") or {})}
+        return Loopback(request.main_process_port or 0, options.rdzv_id)
+    backend = options.rdzv_backend or ("c10d" if request.max_restarts else "static")
+    settings: dict[str, Any] = {"timeout": 900, **options.rdzv_conf}
     if backend == "static":
         settings["rank"] = request.machine_rank
     elif backend == "c10d":
@@ -118,10 +118,10 @@ def rendezvous_of(request: LaunchRequest) -> RendezvousHandler:
     parameters = RendezvousParameters(
         backend=backend,
         endpoint=f"{request.main_process_ip}:{request.main_process_port}",
-        run_id=run_id,
+        run_id=options.rdzv_id,
         min_nodes=request.num_machines,
         max_nodes=request.num_machines,
-        local_addr=request.options.get("local_addr"),
+        local_addr=options.local_addr,
         **settings,
     )
     return get_rendezvous_handler(parameters)
@@ -132,6 +132,7 @@ class Agent(SimpleElasticAgent):
 
     Args:
         request: What to start.
+        options: The launcher's own settings.
         environment: Variables that all ranks share.
         processes: Where they are started.
         interrupt: The signal that the launcher got, or None, at any time.
@@ -143,6 +144,7 @@ class Agent(SimpleElasticAgent):
     def __init__(
         self,
         request: LaunchRequest,
+        options: LocalOptions,
         environment: Mapping[str, str],
         processes: RankProcesses,
         *,
@@ -151,10 +153,10 @@ class Agent(SimpleElasticAgent):
         grace: float,
         on_restart: Callable[[int], None],
     ) -> None:
-        handler = rendezvous_of(request)
+        handler = rendezvous_of(request, options)
         static = request.num_machines > 1 and handler.get_backend() == "static"
         spec = WorkerSpec(
-            role=str(request.options.get("role") or "default"),
+            role=options.role,
             local_world_size=local_world_size(request),
             rdzv_handler=handler,
             entrypoint=sys.executable,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -22,11 +23,9 @@ from drivetrain.launch._environment import base_environment, rank_environment
 from drivetrain.launch._failures import exit_code_of, first_of, interrupt_report, report
 from drivetrain.launch._output import Sink
 from drivetrain.launch._processes import FAILURE_GRACE, OutputPolicy, RankProcesses
+from drivetrain.launch.options import LocalOptions
 
 __all__ = ["LocalLauncher"]
-
-#: Seconds that ranks have to end (and may use to save) after a signal to the launcher.
-SIGNAL_GRACE = 30.0
 
 
 class LocalLauncher(Launcher):
@@ -34,8 +33,7 @@ class LocalLauncher(Launcher):
 
     A single process without restarts has nobody to meet: it is started without the agent, which spares an import of torch.
 
-    Settings in `LaunchRequest.options`: ``rdzv_backend``, ``rdzv_id``, ``rdzv_conf`` (a mapping), ``local_addr``, ``role`` as for torchrun,
-    and ``shutdown_timeout``: seconds that ranks have to end after a signal, 30 by default.
+    `LaunchRequest.options` has the fields of `drivetrain.launch.options.LocalOptions`.
 
     Args:
         spec: The descriptor.
@@ -62,10 +60,38 @@ class LocalLauncher(Launcher):
             LaunchError: For a port, host or program that can't be used; nothing is left running.
         """
         check_request(request)
+        options = LocalOptions.from_mapping(request.options)
         if request.log_directory is not None:
             request.log_directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="drivetrain-") as scratch:
-            return _Run(request, Path(scratch)).run()
+            return _Run(request, options, Path(scratch)).run()
+
+    def describe(self, request: LaunchRequest) -> str:
+        """One shell command per rank of this machine, with the variables that the launcher adds.
+
+        Example:
+            >>> from drivetrain.interfaces import LaunchRequest
+            >>> from drivetrain.specs import LauncherSpec
+            >>> request = LaunchRequest(command=["./a.out"], plain=True, environment={"A": "b c"}, main_process_port=29500)
+            >>> print(LocalLauncher(LauncherSpec(name="local")).describe(request))
+            A='b c' RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 ./a.out
+        """
+        local = local_world_size(request)
+        shared = base_environment(os.environ, request.environment, local_world_size=local)
+        added = {name: value for name, value in shared.items() if os.environ.get(name) != value}
+        lines = []
+        for local_rank in range(local):
+            identity = rank_environment(
+                rank=request.machine_rank * local + local_rank,
+                world_size=request.num_processes,
+                local_rank=local_rank,
+                local_world_size=local,
+                master_addr=request.main_process_ip or "127.0.0.1",
+                master_port=request.main_process_port or 0,
+            )
+            variables = [f"{name}={shlex.quote(value)}" for name, value in {**added, **identity}.items()]
+            lines.append(" ".join([*variables, shlex.join(_plain_command(request))]))
+        return "\n".join(lines)
 
 
 class _Interrupted(BaseException):
@@ -75,11 +101,12 @@ class _Interrupted(BaseException):
 class _Run:
     """One job on this machine, from start to end."""
 
-    def __init__(self, request: LaunchRequest, scratch: Path) -> None:
+    def __init__(self, request: LaunchRequest, options: LocalOptions, scratch: Path) -> None:
         self._request = request
+        self._options = options
         self._local = local_world_size(request)
         self._environment = base_environment(os.environ, request.environment, local_world_size=self._local)
-        self._grace = float(request.options.get("shutdown_timeout", SIGNAL_GRACE))
+        self._grace = options.shutdown_timeout
         self._signum: int | None = None
         self._hurry = threading.Event()
         self._errors = Sink(sys.stderr)
@@ -126,6 +153,7 @@ class _Run:
 
             agent = Agent(
                 self._request,
+                self._options,
                 self._environment,
                 self._processes,
                 interrupt=lambda: self._signum,
@@ -214,6 +242,13 @@ def _quiet_torch() -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+def _plain_command(request: LaunchRequest) -> list[str]:
+    """The command of a rank as one would type it: the real one differs in how exceptions are kept."""
+    if request.plain:
+        return list(request.command)
+    return [sys.executable, "-u", *(["-m"] if request.module else []), *request.command]
 
 
 def _free_port() -> int:
