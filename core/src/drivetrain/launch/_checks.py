@@ -8,13 +8,14 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from drivetrain.errors import ConfigurationError, LaunchError
 from drivetrain.interfaces.launcher import LaunchRequest
 
-__all__ = ["check_request", "command_line", "local_world_size"]
+__all__ = ["check_command", "check_request", "command_line", "local_world_size"]
 
 _WORKER = Path(__file__).with_name("_worker.py")
 
@@ -27,7 +28,7 @@ def check_request(request: LaunchRequest) -> None:
         LaunchError: For what this machine doesn't allow: a port that is taken, a host that isn't known.
     """
     _check_numbers(request)
-    _check_command(request)
+    check_command(request.command, module=request.module, plain=request.plain)
     if request.log_directory is not None and request.log_directory.exists() and not request.log_directory.is_dir():
         raise ConfigurationError(f"The log directory {request.log_directory} is a file.")
     _check_endpoint(request)
@@ -85,16 +86,21 @@ def _check_numbers(request: LaunchRequest) -> None:
         )
 
 
-def _check_command(request: LaunchRequest) -> None:
-    if not request.command:
+def check_command(command: Sequence[str], *, module: bool = False, plain: bool = False) -> None:
+    """Find what can't be run.
+
+    Raises:
+        ConfigurationError: For a script, module or program that isn't there, with the nearest match.
+    """
+    if not command:
         raise ConfigurationError("There is nothing to run: give a script, a module (-m) or a program (--no-python).")
-    if request.plain and request.module:
+    if plain and module:
         raise ConfigurationError("A command is either a module (-m) or a program (--no-python), not both.")
-    name = request.command[0]
-    if request.plain:
+    name = command[0]
+    if plain:
         if shutil.which(name) is None:
             raise ConfigurationError(f"There is no program {name!r} on the PATH, or it isn't executable.")
-    elif request.module:
+    elif module:
         _check_module(name)
     else:
         _check_script(Path(name))
