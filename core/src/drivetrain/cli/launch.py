@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -14,7 +14,9 @@ from drivetrain.errors import ConfigurationError
 if TYPE_CHECKING:
     from drivetrain.launch._decide import Decision
 
-__all__ = ["launch"]
+__all__ = ["launch", "run"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: Flags by what they are: fields of `LaunchOptions`, core settings, settings of the local launcher.
 _LAUNCH = (
@@ -60,11 +62,13 @@ class _GroupedCommand(click.Command):
     """A command whose help lists its options under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, those without a heading last."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
                 groups.setdefault(getattr(parameter, "group", "Other"), []).append(record)
+        groups["Other"] = groups.pop("Other", [])
         for heading, records in groups.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
@@ -97,7 +101,7 @@ def _pairs(ctx: click.Context, param: click.Parameter, value: str | None) -> Map
     return pairs
 
 
-def _option(group: str, *names: str, **kwargs: Any) -> Any:
+def _option(group: str, *names: str, **kwargs: Any) -> Callable[[F], F]:
     return click.option(*names, cls=_Option, group=group, **kwargs)
 
 
@@ -116,7 +120,9 @@ _SETTINGS = {
 @_option("What to run", "--no-python", is_flag=True, help="SCRIPT is a program and not a Python script.")
 @_option("How many", "--num-processes", "-n", type=int, help="Number of processes in all, over all machines.")
 @_option("How many", "--nproc-per-node", metavar="N|auto|gpu|cpu", help="Number of processes per machine (torchrun's).")
-@_option("How many", "--num-cpu-threads-per-process", type=int, help="OMP_NUM_THREADS; default: an even share of the cores.")
+@_option(
+    "How many", "--num-cpu-threads-per-process", type=int, help="OMP_NUM_THREADS; default: an even share of the cores."
+)
 @_option("How many", "--gpu-ids", metavar="IDS|all", help="Which accelerators to use, as in 0,1.")
 @_option("Training", "--cpu/--no-cpu", default=None, help="Use the CPU even where an accelerator is present.")
 @_option("Training", "--mixed-precision", metavar="NAME", help="no, bf16, fp16, or another installed precision.")
@@ -127,34 +133,49 @@ _SETTINGS = {
 @_option("Several machines", "--num-machines", "--nnodes", type=_Machines(), help="Number of machines.")
 @_option("Several machines", "--machine-rank", "--node-rank", type=int, help="Rank of this machine.")
 @_option("Several machines", "--main-process-ip", "--master-addr", metavar="HOST", help="Address of machine 0.")
-@_option("Several machines", "--main-process-port", "--master-port", type=int, help="Port there; on one machine: a free one.")
+@_option(
+    "Several machines", "--main-process-port", "--master-port", type=int, help="Port there; on one machine: a free one."
+)
 @_option("Several machines", "--rdzv-backend", metavar="NAME", help="How machines meet: static or c10d.")
 @_option("Several machines", "--rdzv-endpoint", metavar="HOST[:PORT]", help="Address and port of machine 0 in one.")
 @_option("Several machines", "--rdzv-id", metavar="NAME", help="Name of the run, the same on all machines.")
-@_option("Several machines", "--rdzv-conf", metavar="KEY=VALUE,...", callback=_pairs, help="Settings of the rendezvous.")
+@_option(
+    "Several machines", "--rdzv-conf", metavar="KEY=VALUE,...", callback=_pairs, help="Settings of the rendezvous."
+)
 @_option("Several machines", "--local-addr", metavar="HOST", help="The address of this machine that others should use.")
 @_option("Several machines", "--role", metavar="NAME", help="Role of the ranks (torchrun's).")
-@_option("Several machines", "--standalone", is_flag=True, help="One machine and a free port (torchrun's; the default).")
-@_option("Output", "--log-dir", type=click.Path(), help="Write each rank's output to DIR/rank-N.log; rank 0 stays visible.")
-@_option("Output", "--label/--no-label", default=None, help="Prefix each line with its rank; default: where there are several.")
+@_option(
+    "Several machines", "--standalone", is_flag=True, help="One machine and a free port (torchrun's; the default)."
+)
+@_option(
+    "Output", "--log-dir", type=click.Path(), help="Write each rank's output to DIR/rank-N.log; rank 0 stays visible."
+)
+@_option(
+    "Output",
+    "--label/--no-label",
+    default=None,
+    help="Prefix each line with its rank; default: where there are several.",
+)
 @_option("Output", "--quiet", "-q", is_flag=True, help="Don't say what was detected.")
 @_option("Failures", "--max-restarts", type=int, help="How often to start all processes again after a failure.")
-@_option("Failures", "--shutdown-timeout", type=float, metavar="SECONDS", help="Time that ranks have to end after a signal.")
+@_option(
+    "Failures", "--shutdown-timeout", type=float, metavar="SECONDS", help="Time that ranks have to end after a signal."
+)
 @_option("Failures", "--debug/--no-debug", default=None, help="Check shapes before collectives.")
 @_option("Launcher", "--on", metavar="NAME", help="Who starts the processes; default: local.")
 @_option("Launcher", "--dry-run", is_flag=True, help="Print what would be run, and run nothing.")
 @click.pass_context
-def launch(ctx: click.Context, **flags: Any) -> None:
-    """Start a training script on one or many processes.
+def launch(ctx: click.Context, /, **flags: Any) -> None:
+    r"""Start a training script on one or many processes.
 
     Options stand before SCRIPT; what follows it goes to the script untouched. A hyphen and an underscore are the same. The default
     number of processes is one for each accelerator found, or one on the CPU.
 
-    \b
+    
     Examples:
       drivetrain launch train.py --lr 0.1
       drivetrain launch --cpu --num-processes 2 train.py
-      drivetrain launch --num-processes 16 --num-machines 2 --machine-rank 0 \\
+      drivetrain launch --num-processes 16 --num-machines 2 --machine-rank 0 \
           --main-process-ip 10.0.0.7 --main-process-port 29500 train.py
     """
     if not flags["command"]:

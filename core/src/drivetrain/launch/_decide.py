@@ -147,9 +147,7 @@ class _Counter:
         # A backend in the environment or the file may need several processes; only the real number of them can tell.
         environ = self._environ if process.is_distributed else {**self._environ, variable("backend"): "auto"}
         arguments = Arguments(settings=settings, process=process)
-        self.latest = resolve(
-            arguments, registry=self._registry, environ=environ, availability=self._availability
-        )
+        self.latest = resolve(arguments, registry=self._registry, environ=environ, availability=self._availability)
         return self.latest
 
 
@@ -215,7 +213,9 @@ def _warn_of_sharing(device: DeviceSpec, availability: Availability, local: int,
     if device.torch_type != "cpu":
         count = availability.status(device.name).count
         if local > count:
-            reasons.append(f"{local} processes share {_count(count, 'device', 'devices')} ({device.name}) on this machine.")
+            reasons.append(
+                f"{local} processes share {_count(count, 'device', 'devices')} ({device.name}) on this machine."
+            )
 
 
 def _environment(
@@ -237,13 +237,11 @@ def _environment(
     if options.num_cpu_threads_per_process is not None:
         variables["OMP_NUM_THREADS"] = str(options.num_cpu_threads_per_process)
     if options.gpu_ids != "all":
-        name = None if plan is None else plan.device.visible_devices
-        if name is None:
-            device = "one process on an unknown device" if plan is None else plan.device.name
-            raise ConfigurationError(
-                f"gpu_ids={options.gpu_ids!r} chooses among devices, and there is nothing to choose from on {device}."
-            )
-        variables[name] = options.gpu_ids
+        device = None if plan is None else plan.device
+        if device is None or device.visible_devices is None:
+            where = "" if device is None else f" on {device.name}"
+            raise ConfigurationError(f"gpu_ids={options.gpu_ids!r}: there is nothing to choose from{where}.")
+        variables[device.visible_devices] = options.gpu_ids
     return variables
 
 
@@ -270,10 +268,10 @@ def _launcher_options(
     """The launcher's own settings: from flags, the environment and the file."""
     if launcher.options is None:
         if given:
-            raise ConfigurationError(f"The launcher {launcher.name!r} has no settings, so {', '.join(given)} mean nothing to it.")
+            raise ConfigurationError(
+                f"The launcher {launcher.name!r} has no settings, so {', '.join(given)} mean nothing to it."
+            )
         return {}
     cls = registry.load("launcher", launcher.name, launcher.options)
-    resolved = resolve_options(
-        cls, section=launcher.name, given=cls.from_mapping(given), environ=environ, file=file
-    )
+    resolved = resolve_options(cls, section=launcher.name, given=cls.from_mapping(given), environ=environ, file=file)
     return dict(resolved.value.explicit())

@@ -27,6 +27,10 @@ _ERASE = b"\r\x1b[K"
 class Sink:
     """A stream of the launcher's own: a file descriptor where it has one, else what stands for it (a notebook, a test).
 
+    Args:
+        stream: The stream.
+        direct: Whether its file descriptor leads where it leads: in a notebook it does not.
+
     Example:
         >>> import io
         >>> stream = io.StringIO()
@@ -35,13 +39,13 @@ class Sink:
         'text'
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, *, direct: bool = True) -> None:
         self._stream = stream
         self.broken = False
-        try:
-            self.fd: int | None = stream.fileno()
-        except (AttributeError, OSError, ValueError):
-            self.fd = None
+        self.fd: int | None = None
+        if direct:
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                self.fd = stream.fileno()
         self.is_terminal = self.fd is not None and os.isatty(self.fd)
 
     @property

@@ -130,9 +130,10 @@ def _set_first_path(directory: str) -> None:
 
 
 def _users_part(error: BaseException) -> TracebackType | None:
-    """The traceback without the frames of this file and of the import machinery that it calls."""
+    """The traceback without the frames of this file and its neighbours that lead to the user's code."""
     traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+    ours = os.path.dirname(__file__)
+    while traceback is not None and os.path.dirname(traceback.tb_frame.f_code.co_filename) == ours:
         traceback = traceback.tb_next
     return traceback
 
