@@ -15,7 +15,7 @@ from pathlib import Path
 from drivetrain.errors import ConfigurationError, LaunchError
 from drivetrain.interfaces.launcher import LaunchRequest
 
-__all__ = ["check_command", "check_request", "command_line", "local_world_size"]
+__all__ = ["check_command", "check_numbers", "check_request", "command_line", "local_world_size"]
 
 _WORKER = Path(__file__).with_name("_worker.py")
 
@@ -27,7 +27,7 @@ def check_request(request: LaunchRequest) -> None:
         ConfigurationError: For what was written wrongly: numbers, names of files and modules.
         LaunchError: For what this machine doesn't allow: a port that is taken, a host that isn't known.
     """
-    _check_numbers(request)
+    check_numbers(request)
     check_command(request.command, module=request.module, plain=request.plain)
     if request.log_directory is not None and request.log_directory.exists() and not request.log_directory.is_dir():
         raise ConfigurationError(f"The log directory {request.log_directory} is a file.")
@@ -57,13 +57,18 @@ def local_world_size(request: LaunchRequest) -> int:
     return request.num_processes // request.num_machines
 
 
-def _check_numbers(request: LaunchRequest) -> None:
+def check_numbers(request: LaunchRequest) -> None:
+    """Find numbers that make no sense, alone or together.
+
+    Raises:
+        ConfigurationError: Naming the number and what it may be.
+    """
+    if request.num_machines < 1:
+        raise ConfigurationError(f"The number of machines is {request.num_machines}; it must be at least 1.")
     if request.num_processes < 1:
         raise ConfigurationError(
             f"The number of processes is {request.num_processes}; it counts all of them and must be at least 1."
         )
-    if request.num_machines < 1:
-        raise ConfigurationError(f"The number of machines is {request.num_machines}; it must be at least 1.")
     if request.num_processes % request.num_machines:
         raise ConfigurationError(
             f"{request.num_processes} processes can't be spread evenly over {request.num_machines} machines: "

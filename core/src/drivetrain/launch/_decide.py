@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from drivetrain._engine.resolve import resolve
 from drivetrain.config import ConfigFile, read_config_file, resolve_options, variable
 from drivetrain.errors import ConfigurationError
 from drivetrain.interfaces.launcher import LaunchRequest
+from drivetrain.launch._checks import check_numbers
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.specs import DeviceSpec, LauncherSpec, ProcessInfo
 
@@ -88,7 +90,8 @@ def decide(
     counter = _Counter(settings, registry, environ, availability)
     reasons: list[str] = []
     total = _total(command, options, counter, reasons, asked=str(resolved.origins["num_processes"]))
-    local = max(1, total // options.num_machines)
+    check_numbers(_numbers(total, options))
+    local = total // options.num_machines
     if total > 1:
         counter.plan(total, local)
     elif options.gpu_ids != "all":
@@ -98,22 +101,30 @@ def decide(
         _check_names(settings, registry)
     else:
         _warn_of_sharing(plan.device, availability, local, reasons)
-    request = LaunchRequest(
+    request = dataclasses.replace(
+        _numbers(total, options),
         command=tuple(command.words),
         module=command.module,
         plain=command.plain,
+        environment=_environment(options, settings, plan, registry, environ),
+        log_directory=None if options.log_dir is None else Path(options.log_dir),
+        label_output=options.label,
+        options=_launcher_options(launcher, launcher_options or {}, registry, environ, file),
+    )
+    return Decision(launcher=launcher, request=request, reasons=tuple(reasons), plan=plan)
+
+
+def _numbers(total: int, options: LaunchOptions) -> LaunchRequest:
+    """The part of the request that is numbers."""
+    return LaunchRequest(
+        command=(),
         num_processes=total,
         num_machines=options.num_machines,
         machine_rank=options.machine_rank,
         main_process_ip=options.main_process_ip,
         main_process_port=options.main_process_port,
-        environment=_environment(options, settings, plan, registry, environ),
-        log_directory=None if options.log_dir is None else Path(options.log_dir),
-        label_output=options.label,
         max_restarts=options.max_restarts,
-        options=_launcher_options(launcher, launcher_options or {}, registry, environ, file),
     )
-    return Decision(launcher=launcher, request=request, reasons=tuple(reasons), plan=plan)
 
 
 class _Counter:

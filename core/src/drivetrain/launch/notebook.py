@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import linecache
 import os
 import pickle
 import signal
 import sys
 import tempfile
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import CodeType
+from typing import Any, ClassVar
 
 from drivetrain.config.settings import variable
 from drivetrain.errors import LaunchError
@@ -148,10 +151,8 @@ def _with_command(request: LaunchRequest, command: Sequence[str]) -> LaunchReque
 
 def _write(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> None:
     """Lay out for the ranks: where to import from, the source of cells (for tracebacks), and the call itself."""
-    import cloudpickle
-
     try:
-        call = cloudpickle.dumps((function, tuple(args)))
+        call = _by_value((function, tuple(args)))
     except Exception as error:  # pickling runs the objects' own code
         name = getattr(function, "__qualname__", repr(function))
         raise LaunchError(
@@ -162,6 +163,22 @@ def _write(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> N
     around = {"path": sys.path, "cells": cells}
     (folder / "around.pkl").write_bytes(pickle.dumps(around))
     (folder / "call.pkl").write_bytes(call)
+
+
+def _by_value(value: Any) -> bytes:
+    """Pickle functions by value, with the names of their files: cloudpickle drops those, and a traceback then shows no source."""
+    import cloudpickle
+
+    def reduce_code(code: CodeType) -> Any:
+        rebuild, parts = cloudpickle.Pickler.dispatch_table[CodeType](code)
+        return rebuild, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        dispatch_table: ClassVar = ChainMap({CodeType: reduce_code}, cloudpickle.Pickler.dispatch_table)
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 def _read(folder: Path) -> Any:

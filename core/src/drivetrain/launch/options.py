@@ -12,13 +12,12 @@ from drivetrain.config.options import Options
 
 __all__ = ["LaunchOptions", "LocalOptions"]
 
-_Positive = Annotated[int, msgspec.Meta(ge=1)]
-_Natural = Annotated[int, msgspec.Meta(ge=0)]
-
 
 @dataclass(frozen=True)
 class LaunchOptions(Options):
     """What every launcher is told: section ``[launch]`` of the configuration file, variables ``DRIVETRAIN_LAUNCH_<FIELD>``.
+
+    Numbers are checked against each other by the launcher, not here.
 
     Args:
         on: Name of the launcher.
@@ -39,15 +38,15 @@ class LaunchOptions(Options):
     """
 
     on: str = "local"
-    num_processes: _Positive | None = None
-    num_machines: _Positive = 1
-    machine_rank: _Natural = 0
+    num_processes: int | None = None
+    num_machines: int = 1
+    machine_rank: int = 0
     main_process_ip: str | None = None
-    main_process_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
-    max_restarts: _Natural = 0
+    main_process_port: int | None = None
+    max_restarts: int = 0
     log_dir: str | None = None
     label: bool = True
-    num_cpu_threads_per_process: _Positive | None = None
+    num_cpu_threads_per_process: int | None = None
     gpu_ids: str = "all"
 
 
