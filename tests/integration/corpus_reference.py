@@ -100,7 +100,7 @@ def early_stopping(ns, n, found):
     model = ns["build_model"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     best, count = float("inf"), 0
-    for epoch in range(60):
+    for epoch in range(60):  # noqa: B007 (read after the loop)
         for x, y in loader:
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()

@@ -59,11 +59,7 @@ def main():
 
     announce(f"{len(gathered)} results from {distributed_state.num_processes} processes")
     if distributed_state.is_main_process:
-        print(
-            json.dumps(
-                {"results": gathered, "padded": counts, "tensor": tensor_parts, "dicts": dict_parts}
-            )
-        )
+        print(json.dumps({"results": gathered, "padded": counts, "tensor": tensor_parts, "dicts": dict_parts}))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ def build_model():
 def make_dataset(size, seed):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, 8, generator=generator)
-    return TensorDataset(inputs, inputs[:, :2].sum(1, keepdim=True).sin() + 0.3 * torch.randn(size, 1, generator=generator))
+    return TensorDataset(
+        inputs, inputs[:, :2].sum(1, keepdim=True).sin() + 0.3 * torch.randn(size, 1, generator=generator)
+    )
 
 
 def main():

@@ -61,9 +61,7 @@ def training_function(args):
     train_dataloader, eval_dataloader = get_dataloaders(args.batch_size)
     model = build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr / 25)
-    lr_scheduler = OneCycleLR(
-        optimizer, max_lr=args.lr, epochs=args.num_epochs, steps_per_epoch=len(train_dataloader)
-    )
+    lr_scheduler = OneCycleLR(optimizer, max_lr=args.lr, epochs=args.num_epochs, steps_per_epoch=len(train_dataloader))
     model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
         model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
     )

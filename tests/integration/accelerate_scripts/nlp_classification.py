@@ -40,7 +40,9 @@ def make_dataset(size, seed):
         length = int(torch.randint(3, 12, (1,), generator=generator))
         label = int(torch.randint(0, CLASSES, (1,), generator=generator))
         tokens = torch.randint(1, VOCABULARY, (length,), generator=generator)
-        tokens[: length // 2 + 1] = torch.randint(1 + 12 * label, 13 + 12 * label, (length // 2 + 1,), generator=generator)
+        tokens[: length // 2 + 1] = torch.randint(
+            1 + 12 * label, 13 + 12 * label, (length // 2 + 1,), generator=generator
+        )
         examples.append({"input_ids": tokens.tolist(), "labels": label})
     return examples
 
