@@ -96,7 +96,7 @@ def map_tensors(
 class _Mapper:
     """One walk. The memo holds the values themselves too, so that no id is reused while it lives."""
 
-    __slots__ = ("function", "is_leaf", "memo", "on_other", "skip_keys")
+    __slots__ = ("atoms", "function", "is_leaf", "memo", "on_other", "skip_keys")
 
     def __init__(
         self,
@@ -110,9 +110,11 @@ class _Mapper:
         self.skip_keys = skip_keys
         self.on_other = on_other
         self.memo: dict[int, tuple[Any, Any]] = {}
+        # Strings and numbers aren't worth a look, unless the caller's test may ask for them.
+        self.atoms = ATOMS if is_leaf in (is_torch_tensor, _is_movable, _is_movable_mapping_aside) else frozenset()
 
     def visit(self, value: Any) -> Any:
-        if type(value) in ATOMS:
+        if type(value) in self.atoms:
             return value if self.on_other is None else self.on_other(value)
         seen = self.memo.get(id(value))
         if seen is not None:
