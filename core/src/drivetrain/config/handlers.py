@@ -278,5 +278,5 @@ CORE_OPTIONS: Mapping[str, CoreOption] = {
     "gradient_accumulation": CoreOption(f"{_HERE}:GradientAccumulationPlugin", "gradient_accumulation_plugin"),
     "dynamo": CoreOption(f"{_HERE}:TorchDynamoPlugin", "dynamo_plugin"),
     "project": CoreOption("drivetrain.checkpoint.project:ProjectConfiguration", "project_config"),
-    "data_loader": CoreOption("drivetrain.data.configuration:DataLoaderConfiguration", "dataloader_config"),
+    "data_loader": CoreOption("drivetrain.data.config:DataLoaderConfiguration", "dataloader_config"),
 }

@@ -110,8 +110,7 @@ def make_model() -> torch.nn.Module:
     )
     with torch.no_grad():
         for p in model.parameters():
-            if p.ndim > 1:
-                p.copy_(torch.randn(p.shape, generator=generator) * 0.4)
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.4 + (p.ndim == 1))
     return model
 
 
