@@ -175,7 +175,11 @@ def test_cpu_asks_no_accelerator():
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "absent device": ({"device": "cuda"}, UnsupportedError, "'cuda' (argument) can't be used: not on this machine. Devices here: cpu"),
+    "absent device": (
+        {"device": "cuda"},
+        UnsupportedError,
+        "'cuda' (argument) can't be used: not on this machine. Devices here: cpu",
+    ),
     "unknown device": ({"device": "gpu"}, PluginNotFoundError, "device 'gpu'"),
     "device and cpu": ({"device": "cuda", "cpu": True}, ConfigurationError, "contradict each other"),
     "device and cpu by variable": (
@@ -275,7 +279,9 @@ def test_equal_priorities_of_devices_are_an_error():
 def test_a_precision_that_the_device_lacks_names_those_that_it_has():
     old = DeviceSpec(name="old", torch_type="old", communication_backend="gloo", dtypes=("float32", "float16"))
     registry = MemoryRegistry([builtin], specs=[old])
-    with pytest.raises(UnsupportedError, match=r"'bf16' \(argument\) needs bfloat16.*'old'.*Possible on it: fp32, fp16"):
+    with pytest.raises(
+        UnsupportedError, match=r"'bf16' \(argument\) needs bfloat16.*'old'.*Possible on it: fp32, fp16"
+    ):
         plan(registry=registry, available={"old": 1}, mixed_precision="bf16")
     assert names(plan(registry=registry, available={"old": 1}, mixed_precision="fp16")) == ("old", "single", "fp16")
 

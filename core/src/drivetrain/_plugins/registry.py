@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, overload
 
 import drivetrain.specs as s
 from drivetrain._lazy import load_target
-from drivetrain._plugins.known import KnownPlugin, find_known
+from drivetrain._plugins.known import find_known, known_plugins, KnownPlugin
 from drivetrain._plugins.loader import Discovery, discover
 from drivetrain._plugins.names import ACCEPT, EXPORT, Names, Offer, export_target
 from drivetrain._plugins.record import KINDS, PluginRecord, Status, canonical
@@ -319,6 +319,17 @@ class Registry:
                         f"{label} detected the backend {detection.name!r}, which isn't its own; left out."
                     )
         return detections
+
+    def installable(self, kind: str) -> list[str]:
+        """Commands that install released first-party plugins of this kind which aren't there, in the data file's order.
+
+        Example:
+            >>> get_registry().installable("command")
+            []
+        """
+        there = {record.name for record in self.records}
+        candidates = (p for p in known_plugins().values() if kind in p.specs and p.name not in there)
+        return [p.install_command for p in candidates if p.install_command is not None]
 
     def notify(self, event: str, **arguments: Any) -> None:
         """Tell the plugins about an event. Costs next to nothing if none listens.

@@ -196,7 +196,7 @@ def train(case: Case) -> Result:
     model = make_model()
     optimizer = _make_optimizer(case, model)
     scheduler = _make_scheduler(case, optimizer)
-    loader = torch.utils.data.DataLoader(make_data(case.samples), batch_size=case.batch_size, **case.loader)  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader(make_data(case.samples), batch_size=case.batch_size, **case.loader)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if scheduler is not None:
         scheduler = accelerator.prepare(scheduler)
