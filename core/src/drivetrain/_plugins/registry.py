@@ -392,6 +392,7 @@ class Registry:
 
     def _raise_broken(self, space: str, name: str, record: PluginRecord, problem: str) -> NoReturn:
         status = "" if record.loaded else f" has status {str(record.status)!r}"
+        space, _ = _WORDS.get(space, (space, ""))
         raise PluginError(
             f"{space} {name!r} can't be used: {record.label}{status}: {problem}. "
             f"Run `drivetrain plugins show {record.name}` for more."
@@ -402,11 +403,16 @@ class Registry:
             warnings.warn(message, stacklevel=4)
 
 
+#: How messages speak of the spaces that aren't kinds of specs.
+_WORDS = {EXPORT: ("name", "available"), ACCEPT: ("keyword", "available")}
+
+
 def _not_found(
     space: str, name: str, there: list[str], known: KnownPlugin | None, broken: list[str] | None = None
 ) -> PluginNotFoundError:
+    space, state = _WORDS.get(space, (space, "installed"))
     if known is not None:
-        return PluginNotFoundError(f"{space} {name!r} isn't installed. {known.remedy}")
+        return PluginNotFoundError(f"{space} {name!r} isn't {state}. {known.remedy}")
     listed = f" There are: {', '.join(there)}." if there else ""
     maybe = f" What these broken plugins offer isn't known: {', '.join(broken)}." if broken else ""
     return PluginNotFoundError(f"There is no {space} {name!r}.{nearest_clause(name, there)}{listed}{maybe}")
