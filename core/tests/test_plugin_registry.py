@@ -121,6 +121,14 @@ def test_a_known_name_says_what_to_install(registry):
     assert "pip" not in str(caught.value)
 
 
+def test_what_could_be_installed(registry, tmp_path):
+    assert registry.installable("backend") == ['pip install "drivetrain[ddp]"']
+    assert registry.installable("tracker") == ['pip install "drivetrain[tensorboard]"']
+    assert registry.installable("cluster") == []
+    write_plugin(tmp_path, "ddp", "", distribution="drivetrain-ddp", version="0.1.0")
+    assert Registry.discover(environ={}, entry_points=entry_points_in(tmp_path)).installable("backend") == []
+
+
 def test_a_disabled_first_party_plugin_is_not_offered_for_installation(tmp_path):
     write_plugin(tmp_path, "ddp", "", distribution="drivetrain-ddp", version="0.1.0")
     environ = {"DRIVETRAIN_DISABLE_PLUGINS": "ddp"}
@@ -153,7 +161,7 @@ def test_keywords(registry):
     assert registry.accepts() == {"toy_plugin": ("tracker", "toy")}
     assert registry.accepted_by("toy_plugin") == ("tracker", registry.get("tracker", "toy"))
     with pytest.raises(
-        PluginNotFoundError, match="keyword 'deepspeed_plugin' isn't available. It belongs to drivetrain-deepspeed"
+        PluginNotFoundError, match=r"keyword 'deepspeed_plugin' isn't available. It belongs to drivetrain-deepspeed"
     ):
         registry.accepted_by("deepspeed_plugin")
     with pytest.raises(TypeError, match="unexpected keyword argument 'mixed_precison'"):

@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, overload
 
 import drivetrain.specs as s
 from drivetrain._lazy import load_target
-from drivetrain._plugins.known import KnownPlugin, find_known
+from drivetrain._plugins.known import KnownPlugin, find_known, known_plugins
 from drivetrain._plugins.loader import Discovery, discover
 from drivetrain._plugins.names import ACCEPT, EXPORT, Names, Offer, export_target
 from drivetrain._plugins.record import KINDS, PluginRecord, Status, canonical
@@ -203,6 +203,15 @@ class Registry:
             raise PluginError(self._names.conflicts[kind, name])
         offer = self._names.offers.get((kind, name))
         return self._names.records[(offer or self._lookup(kind, name)).owner]
+
+    def installable(self, kind: str) -> list[str]:
+        """Commands that install the first-party plugins of a kind that aren't installed, the one to try first leading."""
+        installed = {canonical(record.distribution) for record in self.records}
+        return [
+            known.install_command
+            for known in known_plugins().values()
+            if known.install_command and kind in known.specs and known.distribution not in installed
+        ]
 
     # -- options and exported names ----------------------------------------------------------------------------------------
 
