@@ -36,6 +36,7 @@ TOY = """
 
 COMMANDS = """
     from pathlib import Path
+    import click
         from drivetrain.errors import ConfigurationError, LaunchError
 
     @click.command()
