@@ -37,7 +37,7 @@ TOY = """
 COMMANDS = """
     from pathlib import Path
     import click
-        from drivetrain.errors import ConfigurationError, LaunchError
+    from drivetrain.errors import ConfigurationError, LaunchError
 
     @click.command()
     @click.option("--num-items", type=int, default=1)
