@@ -15,20 +15,23 @@ PARTS = {
     "chosen": ("Chosen", "what", "which", "why"),
     "settings": ("Settings", "setting", "value", "from"),
     "options": ("Options", "option", "value", "from"),
+    "backend": ("Backend", "fact", "value", ""),
+    "precision": ("Precision", "modules", "computes in", ""),
     "rejected": ("Not chosen", "what", "why not"),
     "notes": ("Notes",),
 }
 
 
-def plan_text(plan: PreparePlan, *, width: int = 80) -> str:
+def plan_text(plan: PreparePlan, *, width: int = 80, extra: Sequence[Row] = ()) -> str:
     """The plan as plain text: what was chosen and why, each setting and where it came from, what was not chosen and why not.
 
     Args:
         plan: The plan.
         width: Columns.
+        extra: Further rows, of what was made of the plan.
     """
     lines: list[str] = []
-    for part, group in groupby(brief_rows(plan.rows()), key=lambda row: row.part):
+    for part, group in groupby(brief_rows([*plan.rows(), *extra]), key=lambda row: row.part):
         rows = list(group)
         lines += ["", PARTS[part][0]] if lines else [PARTS[part][0]]
         if part == "notes":
