@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, overload
 
 import drivetrain.specs as s
 from drivetrain._lazy import load_target
-from drivetrain._plugins.known import KnownPlugin, find_known
+from drivetrain._plugins.known import KnownPlugin, find_known, known_plugins
 from drivetrain._plugins.loader import Discovery, discover
 from drivetrain._plugins.names import ACCEPT, EXPORT, Names, Offer, export_target
 from drivetrain._plugins.record import KINDS, PluginRecord, Status, canonical
@@ -203,6 +203,20 @@ class Registry:
             raise PluginError(self._names.conflicts[kind, name])
         offer = self._names.offers.get((kind, name))
         return self._names.records[(offer or self._lookup(kind, name)).owner]
+
+    def installable(self, kind: str) -> tuple[str, ...]:
+        """Commands that install first-party plugins which offer this kind and aren't there, the one to try first leading.
+
+        Example:
+            >>> Registry.discover(environ={}, entry_points=[]).installable("backend")[0]
+            'pip install "drivetrain[ddp]"'
+        """
+        there = {canonical(record.name) for record in self.records}
+        return tuple(
+            plugin.install_command
+            for plugin in known_plugins().values()
+            if plugin.install_command and plugin.specs.get(kind) and canonical(plugin.name) not in there
+        )
 
     # -- options and exported names ----------------------------------------------------------------------------------------
 
