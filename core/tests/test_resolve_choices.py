@@ -306,40 +306,43 @@ def test_what_was_not_chosen_is_listed_with_reasons():
 
 # -- trackers ----------------------------------------------------------------------------------------------------------
 
-CLOUD = TrackerSpec(name="cloud")
+# The builtin plugin without its tracker, so that these are all.
+BARE = types.SimpleNamespace(**{k: v for k, v in vars(builtin).items() if k != "drivetrain_register_trackers"})
+TRACKERS = [TrackerSpec(name="files", needs_directory=True), TrackerSpec(name="cloud")]
+
+
+def track(**given):
+    return plan(registry=MemoryRegistry([BARE], specs=TRACKERS), **given)
 
 
 def test_trackers_by_name_once_each():
-    registry = MemoryRegistry([builtin], specs=[CLOUD])
-    result = plan(registry=registry, log_with=["jsonl", "cloud", "jsonl"], project_dir="runs")
-    assert [t.name for t in result.trackers] == ["jsonl", "cloud"]
-    assert plan(registry=registry).trackers == ()
-    by_variable = plan(registry=registry, environ={"DRIVETRAIN_LOG_WITH": "cloud,jsonl", "DRIVETRAIN_LOGGING_DIR": "l"})
-    assert [t.name for t in by_variable.trackers] == ["cloud", "jsonl"]
+    result = track(log_with=["files", "cloud", "files"], project_dir="runs")
+    assert [t.name for t in result.trackers] == ["files", "cloud"]
+    assert track().trackers == ()
+    by_variable = track(environ={"DRIVETRAIN_LOG_WITH": "cloud,files", "DRIVETRAIN_LOGGING_DIR": "l"})
+    assert [t.name for t in by_variable.trackers] == ["cloud", "files"]
 
 
 def test_all_trackers_that_are_possible():
-    registry = MemoryRegistry([builtin], specs=[CLOUD])
-    result = plan(registry=registry, log_with="all")
+    result = track(log_with="all")
     assert [t.name for t in result.trackers] == ["cloud"]
-    assert any(r.name == "jsonl" and "needs a directory" in r.reason for r in result.rejections)
-    assert len(plan(registry=registry, log_with="all", project_dir="runs").trackers) == 2
+    assert any(r.name == "files" and "needs a directory" in r.reason for r in result.rejections)
+    assert len(track(log_with="all", project_dir="runs").trackers) == 2
 
 
 def test_a_tracker_without_its_directory_and_an_unknown_one_are_errors():
-    with pytest.raises(ConfigurationError, match=r"'jsonl' \(argument\) writes files: pass project_dir="):
-        plan(log_with="jsonl")
+    with pytest.raises(ConfigurationError, match=r"'files' \(argument\) writes files: pass project_dir="):
+        track(log_with="files")
     with pytest.raises(PluginNotFoundError, match="tracker 'nothing'"):
-        plan(log_with=["nothing"])
+        track(log_with=["nothing"])
 
 
 def test_trackers_that_are_objects_are_passed_on():
     mine = object()
-    registry = MemoryRegistry([builtin], specs=[CLOUD])
-    result = plan(registry=registry, log_with=[mine, "cloud"])
+    result = track(log_with=[mine, "cloud"])
     assert result.tracker_objects == (mine,)
     assert [t.name for t in result.trackers] == ["cloud"]
-    assert plan(registry=registry, log_with=mine, environ={"DRIVETRAIN_LOG_WITH": "cloud"}).trackers == ()
+    assert track(log_with=mine, environ={"DRIVETRAIN_LOG_WITH": "cloud"}).trackers == ()
 
 
 def test_a_precision_of_a_plugin():
