@@ -32,6 +32,7 @@ _COMMANDS = {
     "launch": "Start a training script on one or many processes.",
     "quickstart": "Write a small training script and run it on two processes.",
 }
+_COMMAND_OPTIONS = {"launch": "drivetrain.launch.options:LaunchOptions"}
 
 
 @hookimpl
@@ -147,11 +148,19 @@ def drivetrain_register_data_shardings() -> Iterable[DataShardingSpec]:
 def drivetrain_register_launchers() -> Iterable[LauncherSpec]:
     """Processes on this machine."""
     return [
-        LauncherSpec(name="local", summary="processes on this machine", target="drivetrain.launch.local:LocalLauncher")
+        LauncherSpec(
+            name="local",
+            summary="processes on this machine",
+            target="drivetrain.launch.local:LocalLauncher",
+            options="drivetrain.launch.options:LocalOptions",
+        )
     ]
 
 
 @hookimpl
 def drivetrain_register_commands() -> Iterable[CommandSpec]:
     """The subcommands that come with core."""
-    return [CommandSpec(name=n, summary=s, target=f"drivetrain.cli.{n}:{n}") for n, s in _COMMANDS.items()]
+    return [
+        CommandSpec(name=n, summary=s, target=f"drivetrain.cli.{n}:{n}", options=_COMMAND_OPTIONS.get(n))
+        for n, s in _COMMANDS.items()
+    ]
