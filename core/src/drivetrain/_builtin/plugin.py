@@ -32,6 +32,7 @@ _COMMANDS = {
     "launch": "Start a training script on one or many processes.",
     "quickstart": "Write a small training script and run it on two processes.",
 }
+_COMMAND_OPTIONS = {"launch": "drivetrain.launch.options:LaunchOptions"}
 
 
 @hookimpl
@@ -160,4 +161,7 @@ def drivetrain_register_launchers() -> Iterable[LauncherSpec]:
 @hookimpl
 def drivetrain_register_commands() -> Iterable[CommandSpec]:
     """The subcommands that come with core."""
-    return [CommandSpec(name=n, summary=s, target=f"drivetrain.cli.{n}:{n}") for n, s in _COMMANDS.items()]
+    return [
+        CommandSpec(name=n, summary=s, target=f"drivetrain.cli.{n}:{n}", options=_COMMAND_OPTIONS.get(n))
+        for n, s in _COMMANDS.items()
+    ]

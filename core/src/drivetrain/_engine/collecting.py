@@ -30,6 +30,7 @@ _KINDS = (
     "tracker",
     "checkpoint-format",
     "launcher",
+    "command",
 )
 
 

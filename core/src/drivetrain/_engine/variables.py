@@ -12,6 +12,7 @@ __all__ = ["foreign_variables", "unknown_variables"]
 
 #: Variables with our prefix that other parts of Drivetrain read.
 _OTHERS = frozenset({"PLUGINS", "DISABLE_PLUGINS", "LOG_LEVEL"})
+_OTHER_PREFIXES = ("TEST_",)
 
 #: Accelerate's variables, without their prefix, and ours.
 _COUNTERPARTS = {

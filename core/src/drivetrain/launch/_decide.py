@@ -13,6 +13,7 @@ from drivetrain._engine.availability import Availability
 from drivetrain._engine.plan import Arguments, CatalogView, PreparePlan
 from drivetrain._engine.resolve import resolve
 from drivetrain.config import ConfigFile, read_config_file, resolve_options, variable
+from drivetrain.config.precedence import check_section
 from drivetrain.errors import ConfigurationError
 from drivetrain.interfaces.launcher import LaunchRequest
 from drivetrain.launch._checks import check_numbers
@@ -84,6 +85,7 @@ def decide(
         DrivetrainError: What can't be done, and what to do instead.
     """
     file = _config_file(settings, environ)
+    check_section("launch", LaunchOptions.hints(), file)
     resolved = resolve_options(LaunchOptions, section="launch", given=given, environ=environ, file=file)
     options = resolved.value
     launcher: LauncherSpec = registry.get("launcher", options.on)

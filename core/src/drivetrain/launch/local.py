@@ -90,7 +90,7 @@ class LocalLauncher(Launcher):
                 local_rank=local_rank,
                 local_world_size=local,
                 master_addr=request.main_process_ip or "127.0.0.1",
-                master_port=request.main_process_port or 0,
+                master_port=request.main_process_port or 29500,  # any free one does
             )
             variables = [f"{name}={shlex.quote(value)}" for name, value in {**added, **identity}.items()]
             lines.append(" ".join([*variables, shlex.join(_plain_command(request))]))
