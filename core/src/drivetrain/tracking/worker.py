@@ -222,7 +222,10 @@ class Lane:
             spooled, self._in_flight_spooled, self._in_flight = self._in_flight_spooled, False, []
             if error is None:
                 if spooled:
-                    self.spool.skip(len(batch))
+                    try:
+                        self.spool.skip(len(batch))
+                    except (OSError, ValueError, LookupError) as problem:
+                        self._abandon_spool(problem)
                 return
             if not spooled:
                 self._keep(batch)
@@ -335,15 +338,18 @@ class Lane:
         with self._lock:
             try:
                 waiting = self.spool.read(max(_STRIKES, self.tracker.rows_per_call))
-                problem = "it ends too early"
-            except (OSError, ValueError, LookupError) as error:
-                waiting, problem = [], f"{type(error).__name__}: {error}"
-            if not waiting:
-                self.spool.abandon()
-                self.warn(
-                    "spool", "The values for tracker %r in %s can't be read: %s.", self.name, self.spool.path, problem
-                )
+                if not waiting:
+                    raise LookupError("it ends too early")
+            except (OSError, ValueError, LookupError) as problem:
+                self._abandon_spool(problem)
+                return []
         return waiting
+
+    def _abandon_spool(self, problem: BaseException) -> None:
+        """Someone else has removed or changed the file."""
+        path = self.spool.path
+        self.spool.abandon()
+        self.warn("spool", "The values for tracker %r in %s can't be read: %s.", self.name, path, problem)
 
     def _postpone(self) -> None:
         self._retry_at = time.monotonic() + self._backoff
