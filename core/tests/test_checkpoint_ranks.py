@@ -212,7 +212,7 @@ def test_a_failure_on_one_rank_fails_everywhere_and_leaves_the_previous_checkpoi
 
 def test_a_failure_while_loading_is_seen_by_every_rank(ranks, tmp_path):
     def run():
-        session, manager = fail_on(1, how="load")
+        _, manager = fail_on(1, how="load")
         manager.save_state(tmp_path / "c")
         try:
             manager.load_state(tmp_path / "c")
