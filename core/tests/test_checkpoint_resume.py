@@ -143,7 +143,9 @@ def test_saving_changes_nothing(tmp_path):
 def test_the_directory_holds_what_other_tools_read_and_nothing_else(tmp_path):
     session = build()
     train(session, 2)
-    path = CheckpointManager(session).save_state(tmp_path / "ckpt", metadata={"loss": torch.tensor(0.5), "note": ("a", 1)})
+    path = CheckpointManager(session).save_state(
+        tmp_path / "ckpt", metadata={"loss": torch.tensor(0.5), "note": ("a", 1)}
+    )
     names = {p.name for p in path.iterdir()}
     assert names == {
         "manifest.json", "state.json", "model.safetensors", "optimizer.safetensors", "rank_00000.json",

@@ -2,9 +2,7 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 
@@ -309,11 +307,14 @@ finally:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plugins"], ["plugins", "--json"], ["plugins", "show", "builtin"]])
-def test_torch_and_rich_stay_out(arguments):
-    source = str(Path(click.__file__).parents[1])
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, source])}
+def test_torch_and_rich_stay_out(tmp_path, arguments):
+    exports = TOY.replace('options="toy_code:ToyOptions"', 'options="toy_code:ToyOptions", exports=("ToyOptions",)')
+    write_plugin(tmp_path, "toy", exports, requires=["torch>=2", "rich; extra == 'x'"], files={"toy_code.py": CODE})
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, env=environ, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "HEAVY []"
+    if arguments == ["plugins"]:
+        assert "tracker: toy\n" in done.stdout

@@ -77,13 +77,19 @@ def test_gather_is_the_concatenation_of_what_each_rank_had(workers, data, world)
     columns = data.draw(st.lists(st.sampled_from([0, 1, 3, 130]), min_size=1, max_size=4))
     dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=len(columns), max_size=len(columns)))
     rows = data.draw(
-        st.lists(st.lists(st.integers(0, 4), min_size=len(columns), max_size=len(columns)), min_size=world, max_size=world)
+        st.lists(
+            st.lists(st.integers(0, 4), min_size=len(columns), max_size=len(columns)), min_size=world, max_size=world
+        )
     )
 
     def run():
         rank = dist.get_rank()
         mine = [values(rank, n, d, c) for n, d, c in zip(rows[rank], dtypes, columns, strict=True)]
-        gathered, padded, both = gather(mine), pad_across_processes(mine, pad_index=1), gather(pad_across_processes(mine))
+        gathered, padded, both = (
+            gather(mine),
+            pad_across_processes(mine, pad_index=1),
+            gather(pad_across_processes(mine)),
+        )
         for i, (dtype, c) in enumerate(zip(dtypes, columns, strict=True)):
             assert same(gathered[i], torch.cat([values(r, rows[r][i], dtype, c) for r in range(world)]))
             largest = max(rows[r][i] for r in range(world))
@@ -127,7 +133,11 @@ def test_gather_keeps_the_structure_and_what_is_no_tensor(workers):
 def test_gather_does_not_depend_on_the_order_of_keys(workers):
     def run():
         r = dist.get_rank()
-        return gather({"a": torch.tensor([r]), "b": torch.tensor([10 + r])} if r else {"b": torch.tensor([10]), "a": torch.tensor([0])})
+        return gather(
+            {"a": torch.tensor([r]), "b": torch.tensor([10 + r])}
+            if r
+            else {"b": torch.tensor([10]), "a": torch.tensor([0])}
+        )
 
     for got in workers(2).run(run):
         assert (got["a"].tolist(), got["b"].tolist()) == ([0, 1], [10, 11])
@@ -270,7 +280,13 @@ def test_reduce_is_exact_where_half_precision_would_overflow_or_round(workers, s
         huge = torch.full((size,), 60000.0, dtype=torch.float16)
         tiny = torch.full((size,), 256.0 if r == 0 else 0.75, dtype=torch.bfloat16)
         nan = torch.full((size,), float("nan") if r == 1 else 5.0)
-        return reduce(huge), reduce(tiny, "sum"), reduce(nan, "max"), reduce(nan, "min"), reduce(torch.full((size,), 100, dtype=torch.int8))
+        return (
+            reduce(huge),
+            reduce(tiny, "sum"),
+            reduce(nan, "max"),
+            reduce(nan, "min"),
+            reduce(torch.full((size,), 100, dtype=torch.int8)),
+        )
 
     for mean, total, high, low, integers in workers(3).run(run):
         assert mean.eq(60000).all()
@@ -333,7 +349,15 @@ def test_broadcast_into_tensors_of_any_kind(workers):
         with torch.inference_mode():
             inference = torch.full((2,), float(r))
         got = broadcast(
-            [leaf, base.t(), torch.tensor([float(r)]).expand(4), inference, torch.empty(0), torch.full((1_200_000,), float(r))], 1
+            [
+                leaf,
+                base.t(),
+                torch.tensor([float(r)]).expand(4),
+                inference,
+                torch.empty(0),
+                torch.full((1_200_000,), float(r)),
+            ],
+            1,
         )
         assert got[0] is leaf
         assert base.eq(1).all(), "a view is written through"
@@ -411,7 +435,11 @@ def test_copy_without_an_owner_or_with_two(workers):
 
 
 def test_one_process_changes_nothing():
-    data = {"x": torch.ones(2, requires_grad=True), "id": "a", "packed": pack_padded_sequence(torch.ones(1, 1), torch.tensor([1]))}
+    data = {
+        "x": torch.ones(2, requires_grad=True),
+        "id": "a",
+        "packed": pack_padded_sequence(torch.ones(1, 1), torch.tensor([1])),
+    }
     assert gather(data) is data
     assert broadcast(data) is data
     assert pad_across_processes(data) is data

@@ -67,7 +67,9 @@ def test_the_probe_agrees_with_torch():
 
 def test_a_missing_module_and_an_unknown_type_are_reasons_and_not_errors():
     probe = TorchProbe()
-    missing = probe.status(DeviceSpec(name="a", torch_type="cpu", communication_backend="", module="no_such_module.sub"))
+    missing = probe.status(
+        DeviceSpec(name="a", torch_type="cpu", communication_backend="", module="no_such_module.sub")
+    )
     assert missing == DeviceStatus(False, 0, "the module no_such_module.sub isn't installed")
     unknown = probe.status(DeviceSpec(name="b", torch_type="bogus", communication_backend=""))
     assert not unknown.available

@@ -121,6 +121,14 @@ def test_a_known_name_says_what_to_install(registry):
     assert "pip" not in str(caught.value)
 
 
+def test_what_could_be_installed(registry, tmp_path):
+    assert registry.installable("backend") == ['pip install "drivetrain[ddp]"']
+    assert registry.installable("tracker") == ['pip install "drivetrain[tensorboard]"']
+    assert registry.installable("cluster") == []
+    write_plugin(tmp_path, "ddp", "", distribution="drivetrain-ddp", version="0.1.0")
+    assert Registry.discover(environ={}, entry_points=entry_points_in(tmp_path)).installable("backend") == []
+
+
 def test_a_disabled_first_party_plugin_is_not_offered_for_installation(tmp_path):
     write_plugin(tmp_path, "ddp", "", distribution="drivetrain-ddp", version="0.1.0")
     environ = {"DRIVETRAIN_DISABLE_PLUGINS": "ddp"}
@@ -152,7 +160,9 @@ def test_loading_a_target(registry):
 def test_keywords(registry):
     assert registry.accepts() == {"toy_plugin": ("tracker", "toy")}
     assert registry.accepted_by("toy_plugin") == ("tracker", registry.get("tracker", "toy"))
-    with pytest.raises(PluginNotFoundError, match="drivetrain-deepspeed"):
+    with pytest.raises(
+        PluginNotFoundError, match=r"keyword 'deepspeed_plugin' isn't available. It belongs to drivetrain-deepspeed"
+    ):
         registry.accepted_by("deepspeed_plugin")
     with pytest.raises(TypeError, match="unexpected keyword argument 'mixed_precison'"):
         registry.accepted_by("mixed_precison")
@@ -169,7 +179,10 @@ def test_exported_names(registry):
 
 
 def test_a_missing_export_is_an_import_error_that_says_what_to_install(registry):
-    with pytest.raises(MissingExportError, match=r"pip install \"drivetrain\[ddp\]\"") as caught:
+    with pytest.raises(
+        MissingExportError,
+        match=r"name 'DDPCommunicationHookType' isn't available. Install it: pip install \"drivetrain\[ddp\]\"",
+    ) as caught:
         registry.export("DDPCommunicationHookType")
     assert isinstance(caught.value, ImportError)
     assert isinstance(caught.value, PluginNotFoundError)

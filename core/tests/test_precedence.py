@@ -77,7 +77,9 @@ def test_core_settings_follow_the_same_rule(said):
     for field, values in said.items():
         strongest = next((i for i, v in enumerate(values) if v is not None), None)
         expected = getattr(CoreSettings(), field) if strongest is None else values[strongest]
-        source = (Source.EXPLICIT, Source.ENVIRONMENT, Source.FILE, Source.DEFAULT)[3 if strongest is None else strongest]
+        source = (Source.EXPLICIT, Source.ENVIRONMENT, Source.FILE, Source.DEFAULT)[
+            3 if strongest is None else strongest
+        ]
         assert getattr(result.value, field) == expected
         assert result.origins[field].source is source
 

@@ -112,7 +112,9 @@ def test_master_variables_beat_the_derived_meeting_point(given, expected):
 
 def test_mpi_on_several_machines_needs_an_address():
     environ = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
-    with pytest.raises(EnvironmentDetectionError, match=r"several machines.*MASTER_ADDR isn't set.*mpirun -x MASTER_ADDR"):
+    with pytest.raises(
+        EnvironmentDetectionError, match=r"several machines.*MASTER_ADDR isn't set.*mpirun -x MASTER_ADDR"
+    ):
         detect_process(CLUSTERS, environ)
     process = detect_process(CLUSTERS, {**environ, "MASTER_ADDR": "node0"})
     assert process.node_rank == 1
@@ -215,7 +217,13 @@ def test_a_wrapper_that_contradicts_mpi_is_an_error():
 
 
 def test_what_is_missing_comes_from_a_cluster_that_agrees():
-    two_machines = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "RANK": "3", "WORLD_SIZE": "4"}
+    two_machines = {
+        **OPEN_MPI,
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_RANK": "3",
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+    }
     survey = survey_process(CLUSTERS, {**two_machines, **MEETING})
     p = survey.process
     assert (p.rank, p.local_rank, p.local_world_size, p.node_rank) == (3, 1, 2, 1)
@@ -290,7 +298,18 @@ def test_every_process_of_a_homogeneous_job_finds_its_place(machines, per_machin
 @settings(max_examples=300, deadline=None)
 @given(
     st.dictionaries(
-        st.sampled_from(["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "PMI_RANK", "PMI_SIZE", "MASTER_ADDR"]),
+        st.sampled_from(
+            [
+                "RANK",
+                "WORLD_SIZE",
+                "LOCAL_RANK",
+                "LOCAL_WORLD_SIZE",
+                "GROUP_RANK",
+                "PMI_RANK",
+                "PMI_SIZE",
+                "MASTER_ADDR",
+            ]
+        ),
         st.sampled_from(["", "0", "1", "2", "4", "-1", "x", "1.5"]),
     )
 )

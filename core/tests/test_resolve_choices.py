@@ -175,7 +175,11 @@ def test_cpu_asks_no_accelerator():
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "absent device": ({"device": "cuda"}, UnsupportedError, "'cuda' (argument) can't be used: not on this machine. Devices here: cpu"),
+    "absent device": (
+        {"device": "cuda"},
+        UnsupportedError,
+        "'cuda' (argument) can't be used: not on this machine. Devices here: cpu",
+    ),
     "unknown device": ({"device": "gpu"}, PluginNotFoundError, "device 'gpu'"),
     "device and cpu": ({"device": "cuda", "cpu": True}, ConfigurationError, "contradict each other"),
     "device and cpu by variable": (
@@ -275,7 +279,9 @@ def test_equal_priorities_of_devices_are_an_error():
 def test_a_precision_that_the_device_lacks_names_those_that_it_has():
     old = DeviceSpec(name="old", torch_type="old", communication_backend="gloo", dtypes=("float32", "float16"))
     registry = MemoryRegistry([builtin], specs=[old])
-    with pytest.raises(UnsupportedError, match=r"'bf16' \(argument\) needs bfloat16.*'old'.*Possible on it: fp32, fp16"):
+    with pytest.raises(
+        UnsupportedError, match=r"'bf16' \(argument\) needs bfloat16.*'old'.*Possible on it: fp32, fp16"
+    ):
         plan(registry=registry, available={"old": 1}, mixed_precision="bf16")
     assert names(plan(registry=registry, available={"old": 1}, mixed_precision="fp16")) == ("old", "single", "fp16")
 
@@ -300,40 +306,43 @@ def test_what_was_not_chosen_is_listed_with_reasons():
 
 # -- trackers ----------------------------------------------------------------------------------------------------------
 
-CLOUD = TrackerSpec(name="cloud")
+# The builtin plugin without its tracker, so that these are all.
+BARE = types.SimpleNamespace(**{k: v for k, v in vars(builtin).items() if k != "drivetrain_register_trackers"})
+TRACKERS = [TrackerSpec(name="files", needs_directory=True), TrackerSpec(name="cloud")]
+
+
+def track(**given):
+    return plan(registry=MemoryRegistry([BARE], specs=TRACKERS), **given)
 
 
 def test_trackers_by_name_once_each():
-    registry = MemoryRegistry([builtin], specs=[CLOUD])
-    result = plan(registry=registry, log_with=["jsonl", "cloud", "jsonl"], project_dir="runs")
-    assert [t.name for t in result.trackers] == ["jsonl", "cloud"]
-    assert plan(registry=registry).trackers == ()
-    by_variable = plan(registry=registry, environ={"DRIVETRAIN_LOG_WITH": "cloud,jsonl", "DRIVETRAIN_LOGGING_DIR": "l"})
-    assert [t.name for t in by_variable.trackers] == ["cloud", "jsonl"]
+    result = track(log_with=["files", "cloud", "files"], project_dir="runs")
+    assert [t.name for t in result.trackers] == ["files", "cloud"]
+    assert track().trackers == ()
+    by_variable = track(environ={"DRIVETRAIN_LOG_WITH": "cloud,files", "DRIVETRAIN_LOGGING_DIR": "l"})
+    assert [t.name for t in by_variable.trackers] == ["cloud", "files"]
 
 
 def test_all_trackers_that_are_possible():
-    registry = MemoryRegistry([builtin], specs=[CLOUD])
-    result = plan(registry=registry, log_with="all")
+    result = track(log_with="all")
     assert [t.name for t in result.trackers] == ["cloud"]
-    assert any(r.name == "jsonl" and "needs a directory" in r.reason for r in result.rejections)
-    assert len(plan(registry=registry, log_with="all", project_dir="runs").trackers) == 2
+    assert any(r.name == "files" and "needs a directory" in r.reason for r in result.rejections)
+    assert len(track(log_with="all", project_dir="runs").trackers) == 2
 
 
 def test_a_tracker_without_its_directory_and_an_unknown_one_are_errors():
-    with pytest.raises(ConfigurationError, match=r"'jsonl' \(argument\) writes files: pass project_dir="):
-        plan(log_with="jsonl")
+    with pytest.raises(ConfigurationError, match=r"'files' \(argument\) writes files: pass project_dir="):
+        track(log_with="files")
     with pytest.raises(PluginNotFoundError, match="tracker 'nothing'"):
-        plan(log_with=["nothing"])
+        track(log_with=["nothing"])
 
 
 def test_trackers_that_are_objects_are_passed_on():
     mine = object()
-    registry = MemoryRegistry([builtin], specs=[CLOUD])
-    result = plan(registry=registry, log_with=[mine, "cloud"])
+    result = track(log_with=[mine, "cloud"])
     assert result.tracker_objects == (mine,)
     assert [t.name for t in result.trackers] == ["cloud"]
-    assert plan(registry=registry, log_with=mine, environ={"DRIVETRAIN_LOG_WITH": "cloud"}).trackers == ()
+    assert track(log_with=mine, environ={"DRIVETRAIN_LOG_WITH": "cloud"}).trackers == ()
 
 
 def test_a_precision_of_a_plugin():

@@ -146,20 +146,36 @@ class Stranger:
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
-        ({"kwargs_handlers": [GradScalerKwargs(), GradScalerKwargs()]}, ConfigurationError, "Two GradScalerKwargs were"),
+        (
+            {"kwargs_handlers": [GradScalerKwargs(), GradScalerKwargs()]},
+            ConfigurationError,
+            "Two GradScalerKwargs were",
+        ),
         ({"kwargs_handlers": [Stranger()]}, ConfigurationError, "holds a Stranger, which neither core nor"),
         ({"kwargs_handlers": [{"init_scale": 1.0}]}, ConfigurationError, "holds a dict"),
         ({"kwargs_handlers": [GradScalerKwargs]}, ConfigurationError, "Pass an object of it: GradScalerKwargs()"),
         ({"kwargs_handlers": GradScalerKwargs()}, ConfigurationError, "takes a list of options objects, not a Grad"),
-        ({"kwargs_handlers": [ManyKwargs()], "backend": ManyKwargs()}, ConfigurationError, "in kwargs_handlers and in b"),
+        (
+            {"kwargs_handlers": [ManyKwargs()], "backend": ManyKwargs()},
+            ConfigurationError,
+            "in kwargs_handlers and in b",
+        ),
         ({"kwargs_handlers": [ManyKwargs()], "many_plugin": ManyKwargs()}, ConfigurationError, "Two ManyKwargs"),
         ({"backend": GradScalerKwargs()}, ConfigurationError, "the options of one, not a GradScalerKwargs"),
         ({"backend": Stranger()}, ConfigurationError, "the options of one, not a Stranger"),
         ({"many_plugin": GradScalerKwargs()}, ConfigurationError, "many_plugin= takes a ManyKwargs, not a GradScaler"),
         ({"many_plugin": Stranger()}, ConfigurationError, "many_plugin= takes a ManyKwargs, not a Stranger"),
-        ({"dynamo_plugin": GradScalerKwargs()}, ConfigurationError, "takes a TorchDynamoPlugin, not a GradScalerKwargs"),
+        (
+            {"dynamo_plugin": GradScalerKwargs()},
+            ConfigurationError,
+            "takes a TorchDynamoPlugin, not a GradScalerKwargs",
+        ),
         ({"dynamo_plugin": "inductor"}, ConfigurationError, "takes a TorchDynamoPlugin, not a str"),
-        ({"mixed_precison": "bf16"}, TypeError, "unexpected keyword argument 'mixed_precison'. Did you mean 'mixed_prec"),
+        (
+            {"mixed_precison": "bf16"},
+            TypeError,
+            "unexpected keyword argument 'mixed_precison'. Did you mean 'mixed_prec",
+        ),
         ({"zzzzzz": 1}, TypeError, "Accelerator() got an unexpected keyword argument 'zzzzzz'."),
         ({"gradient_accumulation_steps": "two"}, ConfigurationError, "gradient_accumulation_steps"),
     ],
@@ -176,7 +192,12 @@ def test_refusals(given, error, text):
 @pytest.mark.parametrize(
     ("given", "environ", "steps", "origin"),
     [
-        ({"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=4)}, {}, 4, "GradientAccumulationPlugin(...)"),
+        (
+            {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=4)},
+            {},
+            4,
+            "GradientAccumulationPlugin(...)",
+        ),
         ({"gradient_accumulation_plugin": GradientAccumulationPlugin(sync_each_batch=True)}, {}, 1, "default"),
         (
             {"gradient_accumulation_plugin": GradientAccumulationPlugin(), "gradient_accumulation_steps": 3},
@@ -243,4 +264,6 @@ def test_an_init_method_of_the_users_is_where_processes_meet():
     environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     handler = InitProcessGroupKwargs(init_method="tcp://h:1")
     assert plan(environ=environ, kwargs_handlers=[handler]).process.rendezvous == "tcp://h:1"
-    assert plan(environ={**environ, "DRIVETRAIN_PROCESS_GROUP_INIT_METHOD": "tcp://g:2"}).process.rendezvous == "tcp://g:2"
+    assert (
+        plan(environ={**environ, "DRIVETRAIN_PROCESS_GROUP_INIT_METHOD": "tcp://g:2"}).process.rendezvous == "tcp://g:2"
+    )

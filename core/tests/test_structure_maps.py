@@ -194,8 +194,16 @@ def test_every_container_keeps_its_type_and_its_values(name):
     assert result is not value
     assert [t.tolist() for t in leaves(result)] == [(-t).tolist() for t in before]
     assert [t.tolist() for t in leaves(value)] == [t.tolist() for t in before], "the input must not change"
-    others = [v for v in (value.values() if isinstance(value, Mapping) else getattr(value, "__iter__", list)()) if isinstance(v, str)]
-    kept = [v for v in (result.values() if isinstance(result, Mapping) else getattr(result, "__iter__", list)()) if isinstance(v, str)]
+    others = [
+        v
+        for v in (value.values() if isinstance(value, Mapping) else getattr(value, "__iter__", list)())
+        if isinstance(v, str)
+    ]
+    kept = [
+        v
+        for v in (result.values() if isinstance(result, Mapping) else getattr(result, "__iter__", list)())
+        if isinstance(v, str)
+    ]
     assert kept == others
 
 
@@ -266,7 +274,9 @@ def test_sets_of_tensors_are_mapped():
     assert isinstance(map_tensors(torch.neg, frozenset([X])), frozenset)
 
 
-@pytest.mark.parametrize("value", ["text", b"bytes", None, 3, 2.5, 1j, range(3), torch.float32, X.shape, object, int, torch.nn.Linear(1, 1)])
+@pytest.mark.parametrize(
+    "value", ["text", b"bytes", None, 3, 2.5, 1j, range(3), torch.float32, X.shape, object, int, torch.nn.Linear(1, 1)]
+)
 def test_other_objects_are_kept(value):
     assert map_tensors(torch.neg, [value])[0] is value
     assert send_to_device([value, X], "cpu")[0] is value

@@ -140,12 +140,19 @@ class Accelerator(ProcessFacade, CollectiveFacade, TrackingFacade, CheckpointFac
     @property
     def distributed_type(self) -> Any:
         """What Accelerate calls the kind of run: a member of ``DistributedType``."""
-        return self._parts.distributed_type
+        from drivetrain.state import DistributedType
+
+        declared = self.plan.backend.distributed_type
+        return (
+            DistributedType(declared) if declared else DistributedType.of_device(self.device.type, self.num_processes)
+        )
 
     @property
     def state(self) -> Any:
         """This Accelerator's settings under the names of Accelerate's ``AcceleratorState``."""
-        return self._parts.state
+        from drivetrain.state import AcceleratorState
+
+        return AcceleratorState(self)
 
     @property
     def scaler(self) -> Any:
@@ -545,11 +552,10 @@ class Accelerator(ProcessFacade, CollectiveFacade, TrackingFacade, CheckpointFac
             >>> list(Accelerator(cpu=True).epochs(3))
             [0, 1, 2]
         """
-        while self._epoch < num_epochs and not self.should_stop:
+        self._stopper.watch()
+        while self._epoch < num_epochs and not self._stopper.should_stop:
             yield self._epoch
-            if self.should_stop:
-                return
-            self._epoch += 1
+            self._epoch += not self._stopper.should_stop  # the epoch that was left early goes on after a resume
 
     @property
     def should_stop(self) -> bool:

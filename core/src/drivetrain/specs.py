@@ -205,6 +205,7 @@ class BackendSpec(_Spec):
         precisions: Names of precisions that it works with; ``("*",)`` for any.
         exclusive: Its vendor's state is process-wide: a second Accelerator with other settings is refused.
         launch_environment: Variables that the launcher sets in children.
+        distributed_type: Accelerate's name for it (a member of ``DistributedType``); empty where that is the device's.
 
     Example:
         >>> BackendSpec(name="toy", target="toy.backend:ToyBackend").devices
@@ -216,6 +217,7 @@ class BackendSpec(_Spec):
     precisions: tuple[str, ...] = ("*",)
     exclusive: bool = False
     launch_environment: Mapping[str, str] = field(default_factory=dict)
+    distributed_type: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,14 +100,15 @@ def drivetrain_register_precisions() -> Iterable[PrecisionSpec]:
 
 @hookimpl
 def drivetrain_register_trackers() -> Iterable[TrackerSpec]:
-    """A file of JSON lines."""
+    """JSON lines."""
     return [
         TrackerSpec(
             name="jsonl",
-            summary="a file of JSON lines",
+            summary="JSON lines and files in the logging directory; needs nothing",
             target="drivetrain._builtin.jsonl:JsonlTracker",
+            options="drivetrain._builtin.jsonl:JsonlOptions",
             needs_directory=True,
-            kinds=frozenset({"config", "text", "table", "artifact", "summary"}),
+            kinds=frozenset({"config", "images", "figure", "table", "histogram", "text", "artifact", "summary"}),
         )
     ]
 

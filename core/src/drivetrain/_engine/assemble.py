@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from drivetrain._engine.accumulation import Accumulator
@@ -24,7 +23,7 @@ from drivetrain.data import DataLoaderConfiguration, LoaderStack
 from drivetrain.errors import UnsupportedError
 from drivetrain.interfaces import Backend, BackendContext, Device
 from drivetrain.parallel.process import ProcessControl, Trigger
-from drivetrain.specs import Capability
+from drivetrain.specs import Capability, ProcessInfo
 from drivetrain.tracking import TrackerHub
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def assemble(given: Mapping[str, Any]) -> Parts:
     arguments = dict(given)
     split_batches = arguments.pop("split_batches", None)
     plan = resolve(
-        Arguments.collect(**arguments),
+        Arguments.collect(**arguments, process=_process_of_group()),
         registry=registry,
         environ=os.environ,
         availability=detect_devices(registry.specs("device").values()),
@@ -104,6 +103,20 @@ def assemble(given: Mapping[str, Any]) -> Parts:
         ),
         dataloader_config=loaders,
         project_configuration=project,
+    )
+
+
+def _process_of_group() -> ProcessInfo | None:
+    """Who this process is, by a process group that the script made itself; None where the environment says it."""
+    if not dist.is_initialized() or any(name in os.environ for name in ("RANK", "WORLD_SIZE")):
+        return None
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return ProcessInfo(
+        rank=rank,
+        world_size=world,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        reason="torch's process group, which was there already",
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from drivetrain._engine.plan import Arguments, CatalogView, class_name
 from drivetrain._lazy import load_target
 from drivetrain.config.files import ConfigFile
-from drivetrain.config.handlers import CORE_OPTIONS
+from drivetrain.config.handlers import CORE_OPTIONS, OTHER_SECTIONS
 from drivetrain.config.options import Options, nearest
 from drivetrain.config.origins import EXPLICIT, Origin
 from drivetrain.config.precedence import check_section, resolve_options
@@ -229,8 +229,12 @@ class OptionResolver:
             self.origins[f"{slot}.{name}"] = Origin(origin.source, f"{slot}(...)") if origin == EXPLICIT else origin
 
     def _said_outside(self, section: str) -> bool:
+        """Only then is the class imported. Variables of core that share the prefix (DRIVETRAIN_PROJECT_DIR) are no reason."""
         prefix = variable("", section)
-        return bool(self._file.section(section)) or any(name.startswith(prefix) for name in self._environ)
+        core = {variable(field) for field in CoreSettings.hints()}
+        return bool(self._file.section(section)) or any(
+            name.startswith(prefix) and name not in core for name in self._environ
+        )
 
 
 class Sections:
@@ -243,7 +247,8 @@ class Sections:
     def __init__(self, registry: CatalogView) -> None:
         self._registry = registry
         self._targets: dict[str, list[tuple[str, str, str]]] = {
-            name: [("", name, option.target)] for name, option in CORE_OPTIONS.items()
+            name: [("", name, target)]
+            for name, target in {**{n: option.target for n, option in CORE_OPTIONS.items()}, **OTHER_SECTIONS}.items()
         }
         for kind in _KINDS:
             for spec in registry.specs(kind).values():

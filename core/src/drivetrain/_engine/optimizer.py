@@ -45,7 +45,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self._optimizer
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups."""
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         return groups
@@ -55,7 +55,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._optimizer.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """State by parameter."""
         return self._optimizer.state
 
@@ -64,7 +64,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._optimizer.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """Default settings of groups."""
         defaults: dict[str, Any] = self._optimizer.defaults
         return defaults
@@ -91,12 +91,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Add a group to the optimizer."""
         self._optimizer.add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """The optimizer's state dict, in torch's layout."""
         state: dict[str, Any] = self._optimizer.state_dict()
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
         self._optimizer.load_state_dict(state_dict)
 
@@ -110,7 +110,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if self._accumulator.sync_gradients if window is None else window.may_clear(self._optimizer):
             self._backend.zero_grad(self._optimizer, set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, at a window's end; inside a window nothing happens."""
         accumulator = self._accumulator
         if accumulator.inside is not None:

@@ -262,7 +262,7 @@ class PreparePlan:
 
 #: Settings and options in which machines may differ: paths, and what acts on one rank alone.
 _LOCAL_SETTINGS = frozenset({"project_dir", "logging_dir", "config_file", "log_with"})
-_LOCAL_OPTIONS = frozenset({"ProfileKwargs", "ProjectConfiguration"})
+_LOCAL_OPTIONS = frozenset({"ProfileKwargs", "ProjectConfiguration", "TrackingOptions"})
 _USED = frozenset({"device", "backend", "precision", "checkpoint-format"})
 
 

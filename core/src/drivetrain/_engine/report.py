@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from drivetrain._engine.plan import PreparePlan, Row
 
@@ -65,12 +65,12 @@ def _columns(rows: Sequence[Row], width: int) -> list[str]:
     why_width = max(16, width - name_width - value_width - 4 - gap)
     lines = []
     for row in rows:
-        cells = [
-            textwrap.wrap(row.name, name_width) or [""],
-            textwrap.wrap(row.value, max(1, value_width)) or [""],
-            textwrap.wrap(row.why, why_width) or [""],
-        ]
-        for i in range(max(map(len, cells))):
-            name, value, why = (cell[i] if i < len(cell) else "" for cell in cells)
-            lines.append(f"  {name:<{name_width}}  {value:<{value_width}}{' ' * gap}{why}".rstrip())
+        name, value = textwrap.wrap(row.name, name_width), textwrap.wrap(row.value, max(1, value_width))
+        why = textwrap.wrap(row.why, why_width, break_long_words=False, break_on_hyphens=False)
+        below = max(map(len, why), default=0) > why_width  # a variable or a path is not broken, it gets a line
+        for cells in zip_longest(name, value, () if below else why, fillvalue=""):
+            left = f"  {cells[0]:<{name_width}}  {cells[1]:<{value_width}}"
+            lines.append(f"{left}{' ' * gap}{cells[2]}".rstrip())
+        if below:
+            lines += textwrap.wrap(row.why, width, initial_indent="      ", subsequent_indent="      ")
     return lines

@@ -39,6 +39,16 @@ def resolve(
     Raises:
         DrivetrainError: What can't be done, and what to do instead.
         TypeError: For a keyword argument that nothing knows.
+
+    Example:
+        >>> from drivetrain._builtin import plugin
+        >>> from drivetrain.testing.catalog import MemoryRegistry, devices
+        >>> registry = MemoryRegistry([plugin])
+        >>> plan = resolve(
+        ...     Arguments.collect(mixed_precision="bf16"), registry=registry, environ={"DRIVETRAIN_CPU": "1"},
+        ...     availability=devices(registry, cuda=1))
+        >>> plan.device.name, plan.precision.name, str(plan.origins["cpu"])
+        ('cpu', 'bf16', 'DRIVETRAIN_CPU')
     """
     file = _config_file(arguments, environ)
     given = collect_options(arguments, registry)

@@ -11,7 +11,7 @@ from drivetrain.config.settings import PREFIX, CoreSettings, variable
 __all__ = ["foreign_variables", "unknown_variables"]
 
 #: Variables with our prefix that other parts of Drivetrain read.
-_OTHERS = frozenset({"PLUGINS", "DISABLE_PLUGINS"})
+_OTHERS = frozenset({"PLUGINS", "DISABLE_PLUGINS", "LOG_LEVEL"})
 _OTHER_PREFIXES = ("TEST_",)
 
 #: Accelerate's variables, without their prefix, and ours.
@@ -62,7 +62,7 @@ def unknown_variables(environ: Mapping[str, str], sections: Sections) -> Iterato
     core = {field.upper() for field in CoreSettings.hints()}
     for name in sorted(environ):
         rest = name.removeprefix(PREFIX)
-        if rest == name or rest in core or rest in _OTHERS or rest.startswith(_OTHER_PREFIXES):
+        if rest == name or rest in core or rest in _OTHERS:
             continue
         known = set(core)
         for section in sections.names():

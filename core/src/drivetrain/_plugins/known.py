@@ -51,7 +51,7 @@ class KnownPlugin:
     def remedy(self) -> str:
         """What to do about its absence, as a clause."""
         if self.install_command is None:
-            return f"It belongs to {self.distribution}, which isn't released yet"
+            return f"It belongs to {self.distribution}, which isn't released yet."
         return f"Install it: {self.install_command}"
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, overload
 
 import drivetrain.specs as s
 from drivetrain._lazy import load_target
-from drivetrain._plugins.known import KnownPlugin, find_known
+from drivetrain._plugins.known import KnownPlugin, find_known, known_plugins
 from drivetrain._plugins.loader import Discovery, discover
 from drivetrain._plugins.names import ACCEPT, EXPORT, Names, Offer, export_target
 from drivetrain._plugins.record import KINDS, PluginRecord, Status, canonical
@@ -204,6 +204,15 @@ class Registry:
         offer = self._names.offers.get((kind, name))
         return self._names.records[(offer or self._lookup(kind, name)).owner]
 
+    def installable(self, kind: str) -> list[str]:
+        """Commands that install the first-party plugins of a kind that aren't installed, the one to try first leading."""
+        installed = {canonical(record.distribution) for record in self.records}
+        return [
+            known.install_command
+            for known in known_plugins().values()
+            if known.install_command and kind in known.specs and known.distribution not in installed
+        ]
+
     # -- options and exported names ----------------------------------------------------------------------------------------
 
     def accepts(self) -> Mapping[str, tuple[str, str]]:
@@ -392,6 +401,7 @@ class Registry:
 
     def _raise_broken(self, space: str, name: str, record: PluginRecord, problem: str) -> NoReturn:
         status = "" if record.loaded else f" has status {str(record.status)!r}"
+        space, _ = _WORDS.get(space, (space, ""))
         raise PluginError(
             f"{space} {name!r} can't be used: {record.label}{status}: {problem}. "
             f"Run `drivetrain plugins show {record.name}` for more."
@@ -402,11 +412,16 @@ class Registry:
             warnings.warn(message, stacklevel=4)
 
 
+#: How messages speak of the spaces that aren't kinds of specs.
+_WORDS = {EXPORT: ("name", "available"), ACCEPT: ("keyword", "available")}
+
+
 def _not_found(
     space: str, name: str, there: list[str], known: KnownPlugin | None, broken: list[str] | None = None
 ) -> PluginNotFoundError:
+    space, state = _WORDS.get(space, (space, "installed"))
     if known is not None:
-        return PluginNotFoundError(f"{space} {name!r} isn't installed. {known.remedy}")
+        return PluginNotFoundError(f"{space} {name!r} isn't {state}. {known.remedy}")
     listed = f" There are: {', '.join(there)}." if there else ""
     maybe = f" What these broken plugins offer isn't known: {', '.join(broken)}." if broken else ""
     return PluginNotFoundError(f"There is no {space} {name!r}.{nearest_clause(name, there)}{listed}{maybe}")

@@ -177,7 +177,8 @@ def _collect(
     session: Session, weights: Sequence[Mapping[str, Any] | None], leads: bool
 ) -> tuple[_Shared, Encoded, dict[str, Any]]:
     shared = _Shared()
-    summary: dict[str, Any] = {"models": [], "optimizers": [], "mid_window": bool(session.mid_window)}
+    window = {"reduction": session.window_reduction, "data_world_size": session.backend.data_world_size}
+    summary: dict[str, Any] = {"models": [], "optimizers": [], "window": window if session.mid_window else None}
     for i, (model, state) in enumerate(zip(session.models, weights, strict=True)):
         kind = type(session.backend.unwrap(model)).__name__
         summary["models"].append({"class": kind, "saved": state is not None})

@@ -227,11 +227,14 @@ def _rank_states(session: Session, source: Source, report: LoadReport) -> tuple[
 def _window(
     session: Session, source: Source, own: dict[str, Any] | None
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Sums and gradients of the open window: this rank's own, or the mean over the saved ranks at another world size."""
-    if not source.state["mid_window"]:
+    """Sums and gradients of the open window: this rank's own, or at another world size an equal share of all ranks'."""
+    about = source.state["window"]
+    if about is None:
         return {}, []
-    saved = source.manifest.world_size
-    if saved == session.process.world_size and own is not None:
+    saved, here = source.manifest.world_size, session.backend.data_world_size
+    # Gradients reach the optimizer as a mean over the data ranks of today; a sum must not depend on their number.
+    factor = about["data_world_size"] / here if about["reduction"] == "sum" else 1.0
+    if saved == session.process.world_size and about["data_world_size"] == here and own is not None:
         window, gradients = own["window"], own["gradients"]
     else:
         if len(source.manifest.ranks) != saved:
@@ -239,27 +242,28 @@ def _window(
                 f"{source.directory} was saved inside an accumulation window by {saved} processes, and holds the gradients of "
                 f"{len(source.manifest.ranks)} of them: load it with {saved} processes"
             )
-        window, gradients = _mean_window(source)
+        window, gradients = _mean_window(source, factor)
     store = source.store("gradients")
     for i, model in enumerate(session.models[: len(gradients)]):
         for name, parameter in session.backend.unwrap(model).named_parameters():
             if f"{i}.{canonical(name)}" in store:
-                gradients[i][canonical(name)] = store.read_like(f"{i}.{canonical(name)}", parameter)
+                gradients[i][canonical(name)] = store.read_like(f"{i}.{canonical(name)}", parameter) * factor
     return window, gradients
 
 
-def _mean_window(source: Source) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def _mean_window(source: Source, factor: float) -> tuple[dict[str, float], list[dict[str, Any]]]:
     ranks = source.manifest.ranks
+    scale = factor / len(ranks)
     window: dict[str, float] = {}
     gradients: list[dict[str, Any]] = []
     for rank in ranks:
         own = source.own(rank)
         for key, value in own["window"].items():
-            window[key] = window.get(key, 0) + value / len(ranks)
+            window[key] = window.get(key, 0) + value * scale
         gradients = gradients or [{} for _ in own["gradients"]]
         for total, part in zip(gradients, own["gradients"], strict=True):
             for name, value in part.items():
-                total[name] = total[name] + value / len(ranks) if name in total else value / len(ranks)
+                total[name] = total[name] + value * scale if name in total else value * scale
     return window, gradients
 
 

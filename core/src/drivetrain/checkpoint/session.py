@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -65,8 +65,16 @@ class Session(Protocol):
     def mid_window(self) -> bool:
         """Whether an accumulation window is open: then gradients are part of the state."""
 
+    @property
+    def window_reduction(self) -> Literal["sum", "mean"]:
+        """How the ranks' gradients of the open window combine.
+
+        "sum" if the window's end divides by a total over all ranks (item weights): what a load at another world size gives the ranks then
+        adds up to what was saved. "mean" if each rank's gradients are a mean already: then their mean over ranks stays the same.
+        """
+
     def window_state(self) -> Mapping[str, float]:
-        """Sums over this rank's part of the open window, such as its item count. At another world size each rank gets the mean over the saved ranks."""
+        """Sums over this rank's part of the open window, such as its item count; treated like the gradients at another world size."""
 
     def set_window_state(self, state: Mapping[str, float]) -> None:
         """Put back what `window_state` returned; empty when the checkpoint was taken between windows."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CORE_OPTIONS",
+    "OTHER_SECTIONS",
     "AutocastKwargs",
     "CoreOption",
     "GradScalerKwargs",
@@ -278,5 +279,9 @@ CORE_OPTIONS: Mapping[str, CoreOption] = {
     "gradient_accumulation": CoreOption(f"{_HERE}:GradientAccumulationPlugin", "gradient_accumulation_plugin"),
     "dynamo": CoreOption(f"{_HERE}:TorchDynamoPlugin", "dynamo_plugin"),
     "project": CoreOption("drivetrain.checkpoint.project:ProjectConfiguration", "project_config"),
-    "data_loader": CoreOption("drivetrain.data.configuration:DataLoaderConfiguration", "dataloader_config"),
+    "data_loader": CoreOption("drivetrain.data.config:DataLoaderConfiguration", "dataloader_config"),
+    "tracking": CoreOption("drivetrain.tracking.options:TrackingOptions"),
 }
+
+#: Sections that others read, before there is an Accelerator.
+OTHER_SECTIONS: Mapping[str, str] = {"launch": "drivetrain.launch.options:LaunchOptions"}

@@ -37,6 +37,8 @@ def parse_text(text: str, hint: Any) -> Any:
     """
     text = text.strip()
     origin = typing.get_origin(hint)
+    if hint is Any:
+        return text
     if origin is typing.Annotated:
         return _checked(parse_text(text, typing.get_args(hint)[0]), hint)
     if origin in (typing.Union, types.UnionType):

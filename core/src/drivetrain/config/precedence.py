@@ -24,6 +24,10 @@ class Resolved(Generic[T]):
     Args:
         value: The options.
         origins: Where each field came from.
+
+    Example:
+        >>> Resolved(CoreSettings(), {"cpu": DEFAULT}).origins["cpu"].source.name
+        'DEFAULT'
     """
 
     value: T
@@ -142,6 +146,12 @@ def check_section(section: str, known: Collection[str], file: ConfigFile) -> Non
 
     Raises:
         ConfigurationError: With file, line, key and the nearest match.
+
+    Example:
+        >>> check_section("toy", ["size"], ConfigFile("f.toml", {}, {"toy": {"sise": 3}}, {("toy", "sise"): 2}))
+        Traceback (most recent call last):
+        ...
+        drivetrain.errors.ConfigurationError: f.toml:2: [toy] has no setting 'sise'. Did you mean 'size'?
     """
     for key in file.section(section):
         if key not in known:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from drivetrain.errors import DistributedOperationError
 from drivetrain.parallel._groups import call, control_device, global_ranks, members
 
-__all__ = ["INLINE", "Frames", "all_gather", "as_bytes", "exchange", "tell_failure"]
+__all__ = ["INLINE", "AgreedError", "Frames", "all_gather", "as_bytes", "exchange", "tell_failure"]
 
 WORDS = 128
 HEADER = 4
@@ -34,6 +34,14 @@ INLINE = (WORDS - HEADER - SIZES) * 8
 _FAILED = -1
 # Renamed in torch 2.13; the old name warns there.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class AgreedError(DistributedOperationError):
+    """Raised by all ranks of ``group`` together, so that none has to tell the others."""
+
+    def __init__(self, message: str, group: dist.ProcessGroup | None) -> None:
+        super().__init__(message)
+        self.group = group
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,7 @@ def exchange(
     if failed:
         raise DistributedOperationError(_failure_text(operation, failed, headers, gathered, group))
     if any(words[0] != digest for words in headers):
-        raise DistributedOperationError(_mismatch_text(operation, description, headers, group))
+        raise AgreedError(_mismatch_text(operation, description, headers, group), group)
     all_sizes = [words[HEADER : HEADER + len(fitting)] for words in headers]
     if len(sizes) > SIZES:
         all_sizes = _all_sizes(operation, sizes, group)

@@ -125,9 +125,9 @@ def _all_members() -> dict[str, DistributedType]:
     return {name: _member(name) for name in [*core, *_names_of_backends()]}
 
 
-def _names_of_backends() -> list[str]:
+def _names_of_backends(package: str = "drivetrain._plugins") -> list[str]:
     try:
-        text = importlib.resources.files("drivetrain._plugins").joinpath("known_plugins.json").read_text("utf-8")
+        text = importlib.resources.files(package).joinpath("known_plugins.json").read_text("utf-8")
     except FileNotFoundError:
         return []
     names: list[str] = []

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.errors import ConfigurationError, DistributedOperationError
-from drivetrain.parallel._frames import exchange, tell_failure
+from drivetrain.parallel._frames import AgreedError, exchange, tell_failure
 from drivetrain.parallel._groups import members
 from drivetrain.parallel.process_group import barrier
 from drivetrain.parallel.splitting import split_between_processes
@@ -142,7 +142,8 @@ class ProcessControl:
         try:
             yield
         except Exception as error:
-            tell_failure(what, error, self.group)
+            if not (isinstance(error, AgreedError) and error.group is self.group):  # then the others have left as well
+                tell_failure(what, error, self.group)
             raise
         exchange(what, group=self.group)
 

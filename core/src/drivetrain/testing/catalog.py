@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +108,9 @@ class MemoryRegistry:
         """The kind and spec whose options class an object is an instance of."""
         for kind, specs in self._specs.items():
             for spec in specs.values():
-                if spec.options is not None and isinstance(options, load_target(spec.options)):
+                # An object of a class exists only once its module was imported.
+                module = (spec.options or "").partition(":")[0]
+                if module in sys.modules and isinstance(options, load_target(spec.options)):
                     return kind, spec
         return None
 

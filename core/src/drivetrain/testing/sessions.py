@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -76,6 +76,7 @@ class PlainSession:
         self.epoch = 0
         self.mid_window = False
         self.window: dict[str, float] = {}
+        self.window_reduction: Literal["sum", "mean"] = "sum"
 
     @property
     def precision(self) -> Precision:

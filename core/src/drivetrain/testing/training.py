@@ -110,8 +110,7 @@ def make_model() -> torch.nn.Module:
     )
     with torch.no_grad():
         for p in model.parameters():
-            if p.ndim > 1:
-                p.copy_(torch.randn(p.shape, generator=generator) * 0.4)
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.4 + (p.ndim == 1))
     return model
 
 
@@ -197,7 +196,7 @@ def train(case: Case) -> Result:
     model = make_model()
     optimizer = _make_optimizer(case, model)
     scheduler = _make_scheduler(case, optimizer)
-    loader = torch.utils.data.DataLoader(make_data(case.samples), batch_size=case.batch_size, **case.loader)  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader(make_data(case.samples), batch_size=case.batch_size, **case.loader)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if scheduler is not None:
         scheduler = accelerator.prepare(scheduler)

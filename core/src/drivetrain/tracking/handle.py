@@ -107,9 +107,9 @@ class InertTracker:
     """Stands for a tracker on ranks where none runs: whatever is called, set or entered does nothing.
 
     Example:
-        >>> inert = InertTracker("wandb")
+        >>> inert = InertTracker("toy")
         >>> inert.log({"loss": 1}, step=3)
-        <tracker 'wandb' of another rank>
+        <tracker 'toy' of another rank>
         >>> inert.run.summary["best"] = 0.5
         >>> with inert as run:
         ...     bool(run), list(run)

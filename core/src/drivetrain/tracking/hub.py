@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import sys
 import threading
 import time
@@ -24,21 +23,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drivetrain._lazy import load_target
 from drivetrain.config.options import nearest
-from drivetrain.errors import ConfigurationError, DrivetrainError, TrackerError
-from drivetrain.interfaces.tracker import Tracker, TrackerContext
+from drivetrain.errors import DrivetrainError, TrackerError
+from drivetrain.interfaces.tracker import TrackerContext
 from drivetrain.specs import ProcessInfo, TrackerSpec
 from drivetrain.tracking import media
 from drivetrain.tracking.compat import GeneralTrackerAdapter
-from drivetrain.tracking.encoding import safe_name
+from drivetrain.tracking.entries import check_entries, check_options, make_spool, make_tracker
 from drivetrain.tracking.exits import ExitGuard
 from drivetrain.tracking.handle import InertTracker, TrackerHandle
+from drivetrain.tracking.keeper import Keeper
 from drivetrain.tracking.options import TrackingOptions
 from drivetrain.tracking.record import Record
-from drivetrain.tracking.spool import Spool
 from drivetrain.tracking.values import ReadLater, Snapshot
-from drivetrain.tracking.worker import Keeper, Lane
+from drivetrain.tracking.worker import Lane
 
 __all__ = ["TrackerHub"]
 
@@ -89,7 +87,7 @@ class TrackerHub:
         self.logging_dir = Path(logging_dir) if logging_dir is not None else None
         self.options = options if options is not None else TrackingOptions()
         self._settings = dict(settings or {})
-        self._entries = _check_entries(entries, self.logging_dir)
+        self._entries = check_entries(entries, self.logging_dir)
         self._snapshot = Snapshot(read_later)
         self._keeper = Keeper()
         self._lock = threading.RLock()  # one order of records for all trackers, also when several threads log
@@ -162,9 +160,9 @@ class TrackerHub:
                 settings=self._settings.get(spec.options.rpartition(":")[2]) if spec.options else None,
                 process=self.process,
             )
-            tracker = self._make_tracker(spec, user_object, context)
+            tracker = make_tracker(spec, user_object, context)
             if tracker is not None:
-                spool = self._make_spool(project_name, tracker)
+                spool = make_spool(tracker, self.options.spool_directory)
                 lanes.append(Lane(tracker, spool=spool, options=self.options, on_trouble=self._keeper.watch))
         if lanes:
             self._begin(lanes, config)
@@ -454,35 +452,6 @@ class TrackerHub:
 
     # -- inside ----------------------------------------------------------------------------------------------------------------
 
-    def _make_tracker(self, spec: TrackerSpec, user_object: Any, context: TrackerContext) -> Tracker | None:
-        """The tracker, or None if it doesn't run on this rank."""
-        elsewhere = self.process.rank != 0
-        if elsewhere and not spec.every_rank:
-            return None
-        if user_object is not None:
-            return GeneralTrackerAdapter(spec, context, user_object)
-        try:
-            cls = load_target(spec.target)
-        except (ImportError, AttributeError) as error:
-            raise TrackerError(f"The tracker {spec.name!r} ({spec.target}) can't be imported: {error}") from error
-        if elsewhere and not cls.runs_here(context):
-            return None
-        tracker: Tracker = cls(spec, context)
-        return tracker
-
-    def _make_spool(self, project: str, tracker: Tracker) -> Spool:
-        base = self.options.spool_directory
-        directory = Path(base) if base else (self.logging_dir or Path.cwd()) / "drivetrain-spool"
-        unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-        name = f"{safe_name(tracker.spec.name)}-{unique}-rank{self.process.rank}.jsonl"
-        header = {
-            "tracker": tracker.spec.name,
-            "project": project,
-            "run_id": tracker.context.run_id,
-            "rank": self.process.rank,
-        }
-        return Spool(directory / safe_name(project) / name, header)
-
     def _begin(self, lanes: list[Lane], config: Mapping[str, Any] | None) -> None:
         self._lanes = tuple(lanes)
         self._ended = ()
@@ -527,7 +496,7 @@ class TrackerHub:
                 options = dict((log_kwargs or {}).get(lane.name, {}))
                 mine = record
                 if options:
-                    _check_options(lane.tracker, options)
+                    check_options(lane.tracker, options)
                     mine = Record(
                         record.kind,
                         record.name,
@@ -598,42 +567,6 @@ class TrackerHub:
             self.finish(self.options.flush_timeout)
         else:
             self.flush()
-
-
-def _check_entries(
-    entries: Sequence[TrackerSpec | Any], logging_dir: Path | None
-) -> dict[str, tuple[TrackerSpec, Any]]:
-    """Specs by name, with the user's object if it is one."""
-    checked: dict[str, tuple[TrackerSpec, Any]] = {}
-    for entry in entries:
-        if isinstance(entry, TrackerSpec):
-            spec, user_object = entry, None
-        elif all(hasattr(entry, a) for a in ("name", "log", "store_init_configuration")) and not isinstance(
-            entry, type
-        ):
-            spec, user_object = GeneralTrackerAdapter.spec_of(entry), entry
-        else:
-            raise ConfigurationError(
-                f"log_with takes names of trackers and instances of GeneralTracker, not {entry!r}."
-                + (" Give an instance of the class." if isinstance(entry, type) else "")
-            )
-        if spec.name in checked:
-            raise ConfigurationError(f"The tracker {spec.name!r} was given twice. Trackers need different names.")
-        if spec.needs_directory and logging_dir is None:
-            raise ConfigurationError(
-                f"The tracker {spec.name!r} writes files and needs a directory. Pass project_dir=... or "
-                "ProjectConfiguration(logging_dir=...) to the Accelerator."
-            )
-        checked[spec.name] = (spec, user_object)
-    return checked
-
-
-def _check_options(tracker: Tracker, options: Mapping[str, Any]) -> None:
-    known = tracker.log_options
-    for name in options:
-        if name not in known and "*" not in known:
-            listed = f"It knows {', '.join(sorted(known))}." if known else "It has none."
-            raise ConfigurationError(f"The tracker {tracker.spec.name!r} has no log keyword {name!r}. {listed}")
 
 
 def _as_step(step: Any) -> int:

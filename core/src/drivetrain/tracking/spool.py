@@ -153,7 +153,7 @@ class Spool:
         try:
             data = self._to_json(record)
         except Exception as error:  # one figure that can't be drawn or artifact that is gone doesn't lose the others
-            text = f"<a {record.kind} that could not be kept: {type(error).__name__}: {error}>"
+            text = f"<{record.kind} that could not be kept: {type(error).__name__}: {error}>"
             data = {"kind": "text", "name": record.name, "step": record.step, "time": record.time, "payload": text}
         return encode(data) + b"\n"
 

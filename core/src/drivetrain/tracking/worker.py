@@ -4,7 +4,7 @@ What waits for a tracker is, oldest first: the records in the tracker's hands, t
 takes from the spool while there is something, else from the queue, so that order is kept through failures. Each tracker has a thread of its
 own: one that hangs can't hold up another.
 
-While a call hangs or the queue is over its bound, the `Keeper` moves the queue to the spool, so that neither training waits nor memory grows.
+While a call hangs or the queue is over its bound, `drivetrain.tracking.keeper.Keeper` moves the queue to the spool, so that neither training waits nor memory grows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from drivetrain.tracking.options import TrackingOptions
 from drivetrain.tracking.record import Record
 from drivetrain.tracking.spool import Spool
 
-__all__ = ["Keeper", "Lane"]
+__all__ = ["Lane"]
 
 logger = logging.getLogger("drivetrain.tracking")
 
@@ -222,7 +222,10 @@ class Lane:
             spooled, self._in_flight_spooled, self._in_flight = self._in_flight_spooled, False, []
             if error is None:
                 if spooled:
-                    self.spool.skip(len(batch))
+                    try:
+                        self.spool.skip(len(batch))
+                    except (OSError, ValueError, LookupError) as problem:
+                        self._abandon_spool(problem)
                 return
             if not spooled:
                 self._keep(batch)
@@ -335,15 +338,18 @@ class Lane:
         with self._lock:
             try:
                 waiting = self.spool.read(max(_STRIKES, self.tracker.rows_per_call))
-                problem = "it ends too early"
-            except (OSError, ValueError, LookupError) as error:
-                waiting, problem = [], f"{type(error).__name__}: {error}"
-            if not waiting:
-                self.spool.abandon()
-                self.warn(
-                    "spool", "The values for tracker %r in %s can't be read: %s.", self.name, self.spool.path, problem
-                )
+                if not waiting:
+                    raise LookupError("it ends too early")
+            except (OSError, ValueError, LookupError) as problem:
+                self._abandon_spool(problem)
+                return []
         return waiting
+
+    def _abandon_spool(self, problem: BaseException) -> None:
+        """Someone else has removed or changed the file."""
+        path = self.spool.path
+        self.spool.abandon()
+        self.warn("spool", "The values for tracker %r in %s can't be read: %s.", self.name, path, problem)
 
     def _postpone(self) -> None:
         self._retry_at = time.monotonic() + self._backoff
@@ -369,65 +375,3 @@ class Lane:
             error,
             self.spool.rejected_path,
         )
-
-
-class Keeper:
-    """Moves the queues of lanes in trouble to their spools. Its thread lives only while there are such lanes.
-
-    Example:
-        >>> Keeper().idle
-        True
-    """
-
-    def __init__(self) -> None:
-        self._lanes: list[Lane] = []
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def idle(self) -> bool:
-        """Whether no lane is in trouble."""
-        return not self._lanes
-
-    def watch(self, lane: Lane) -> None:
-        """Take care of a lane until its trouble is over."""
-        with self._lock:
-            if lane.troubled:
-                return
-            lane.troubled = True
-            self._lanes.append(lane)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="drivetrain-tracking-keeper", daemon=True)
-                self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            for lane in list(self._lanes):
-                self._care(lane)
-            with self._lock:
-                if not self._lanes:
-                    self._thread = None
-                    return
-            time.sleep(0.2)
-
-    def _care(self, lane: Lane) -> None:
-        busy = lane.busy
-        if busy:
-            lane.warn(
-                "hung",
-                "The tracker %r hangs. Training goes on; its values are kept in %s until it answers.",
-                lane.name,
-                lane.spool.path,
-            )
-        elif lane.full:
-            lane.warn(
-                "slow",
-                "The tracker %r is slower than values come. Those that don't fit into memory wait in %s.",
-                lane.name,
-                lane.spool.path,
-            )
-        lane.spill()
-        if not busy:
-            with self._lock:
-                self._lanes.remove(lane)
-                lane.troubled = False

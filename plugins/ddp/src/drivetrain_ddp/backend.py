@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
+
 import torch
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.errors import NotPreparedError, UnsupportedError
@@ -83,7 +84,7 @@ class DDPBackend(Backend):
     @contextlib.contextmanager
     def join(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Ranks that ran out of batches shadow the others' collectives, with zero gradients."""
-        joinables = [m for m in models if isinstance(m, DistributedDataParallel)]
+        joinables: list[Joinable] = [m for m in models if isinstance(m, DistributedDataParallel)]
         if len(joinables) < len(models):
             raise NotPreparedError("join_uneven_inputs: pass models that went through accelerator.prepare().")
         with Join(joinables):

@@ -40,7 +40,7 @@ class TensorBoardTracker(Tracker):
         self._directory = self._choose_directory()
         self._writer: Any = None
         self._summary: Any = None
-        self._last_step = -1
+        self._last_step = -1 if context.resume_step is None else context.resume_step
         self._has_config = False
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.parallel import collectives
+from drivetrain.parallel import collectives, object_collectives, shape_collectives
 
 if TYPE_CHECKING:
     from drivetrain._engine.stopping import Stopper
@@ -84,12 +84,12 @@ class CollectiveFacade:
 
     def broadcast_object_list(self, object_list: list[Any], from_process: int = 0) -> list[Any]:
         """Give every process one process's objects, in place. They travel pickled: trust the job's own processes only."""
-        result: list[Any] = collectives.broadcast_object_list(object_list, from_process=from_process)
+        result: list[Any] = object_collectives.broadcast_object_list(object_list, from_process=from_process)
         return result
 
     def gather_object(self, object: Any) -> Any:
         """Concatenate each process's list of objects. They travel pickled: trust the job's own processes only."""
-        return collectives.gather_object(object)
+        return object_collectives.gather_object(object)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad each tensor of a structure to the largest size that any process has in dimension ``dim``.
@@ -100,7 +100,7 @@ class CollectiveFacade:
             pad_index: Value to pad with.
             pad_first: Pad at the front.
         """
-        return collectives.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+        return shape_collectives.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     def set_trigger(self) -> None:
         """Raise a flag that `check_trigger` shows to all processes, and ask training to stop (see ``should_stop``)."""

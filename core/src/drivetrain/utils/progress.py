@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
-from types import ModuleType
 from typing import Any
 
 from drivetrain._rank import current_local_rank
@@ -37,12 +35,3 @@ def tqdm(iterable: Iterable[Any] | None = None, *args: Any, main_process_only: b
     if main_process_only and current_local_rank() != 0:
         kwargs["disable"] = True
     return auto_tqdm(iterable, *args, **kwargs)
-
-
-class _CallableModule(ModuleType):
-    """Importing this module by its full name puts it into its package under the function's name: calling either is the same."""
-
-    __call__ = staticmethod(tqdm)
-
-
-sys.modules[__name__].__class__ = _CallableModule
