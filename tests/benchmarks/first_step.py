@@ -25,7 +25,7 @@ def main() -> None:
     elif peer == "fabric":
         from lightning_fabric import Fabric
 
-        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+        fabric = Fabric()  # `fabric run` passes its choices on
         fabric.launch()
         model, optimizer = fabric.setup(model, optimizer)
         loader = fabric.setup_dataloaders(loader)
