@@ -8,13 +8,13 @@ from drivetrain._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from drivetrain.interfaces.backend import Backend, BackendContext, Prepared, PrepareRequest, WindowView
-    from drivetrain.interfaces.checkpoint_format import CheckpointFormat
+    from drivetrain.interfaces.checkpoint_format import CheckpointFormat, TensorReader
     from drivetrain.interfaces.data_sharding import DataSharding
     from drivetrain.interfaces.device import Device, TorchDevice
     from drivetrain.interfaces.launcher import Launcher, LaunchRequest
     from drivetrain.interfaces.precision import Precision
     from drivetrain.interfaces.sharding_planner import ShardingPlan, ShardingPlanner
-    from drivetrain.interfaces.tracker import Tracker, TrackerContext
+    from drivetrain.interfaces.tracker import Row, Tracker, TrackerContext
 
 __all__ = [
     "Backend",
@@ -27,8 +27,10 @@ __all__ = [
     "Precision",
     "PrepareRequest",
     "Prepared",
+    "Row",
     "ShardingPlan",
     "ShardingPlanner",
+    "TensorReader",
     "TorchDevice",
     "Tracker",
     "TrackerContext",
@@ -39,12 +41,12 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "backend": ["Backend", "BackendContext", "PrepareRequest", "Prepared", "WindowView"],
-        "checkpoint_format": ["CheckpointFormat"],
+        "checkpoint_format": ["CheckpointFormat", "TensorReader"],
         "data_sharding": ["DataSharding"],
         "device": ["Device", "TorchDevice"],
         "launcher": ["LaunchRequest", "Launcher"],
         "precision": ["Precision"],
         "sharding_planner": ["ShardingPlan", "ShardingPlanner"],
-        "tracker": ["Tracker", "TrackerContext"],
+        "tracker": ["Row", "Tracker", "TrackerContext"],
     },
 )
