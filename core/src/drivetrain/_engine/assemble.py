@@ -21,7 +21,7 @@ from drivetrain._plugins import Registry, get_registry
 from drivetrain.checkpoint.project import ProjectConfiguration
 from drivetrain.config.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
 from drivetrain.data import DataLoaderConfiguration, LoaderStack
-from drivetrain.errors import UnsupportedError
+from drivetrain.errors import ConfigurationError, UnsupportedError
 from drivetrain.interfaces import Backend, BackendContext, Device
 from drivetrain.parallel.process import ProcessControl, Trigger
 from drivetrain.specs import Capability, ProcessInfo
@@ -59,10 +59,8 @@ def assemble(given: Mapping[str, Any]) -> Parts:
     """
     registry = get_registry()
     registry.warn_broken()
-    arguments = dict(given)
-    split_batches = arguments.pop("split_batches", None)
     plan = resolve(
-        Arguments.collect(**arguments, process=_process_of_group()),
+        Arguments.collect(**_with_loaders(given), process=_process_of_group()),
         registry=registry,
         environ=os.environ,
         availability=detect_devices(registry.specs("device").values()),
@@ -75,10 +73,6 @@ def assemble(given: Mapping[str, Any]) -> Parts:
     _verify_ranks(registry, plan)
     stack = LoaderStack()
     accumulation = plan.option(GradientAccumulationPlugin)
-    loaders = plan.option(DataLoaderConfiguration)
-    if split_batches is not None:
-        loaders = loaders.replaced(split_batches=split_batches)
-    project = plan.option(ProjectConfiguration)
     return Parts(
         registry=registry,
         plan=plan,
@@ -97,9 +91,29 @@ def assemble(given: Mapping[str, Any]) -> Parts:
             sync_each_batch=accumulation.sync_each_batch,
             adjust_scheduler=accumulation.adjust_scheduler,
         ),
-        dataloader_config=loaders,
-        project_configuration=project,
+        # A copy: `accelerator.even_batches = ...` must not change another Accelerator that was given the same object.
+        dataloader_config=plan.option(DataLoaderConfiguration).replaced(),
+        project_configuration=plan.option(ProjectConfiguration),
     )
+
+
+def _with_loaders(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with ``split_batches`` where it belongs.
+
+    Raises:
+        ConfigurationError: If ``dataloader_config`` says something else.
+    """
+    arguments = dict(given)
+    split_batches = arguments.pop("split_batches", None)
+    loaders = arguments.get("dataloader_config", DataLoaderConfiguration())
+    if split_batches is None or not isinstance(loaders, DataLoaderConfiguration):
+        return arguments
+    said = loaders.explicit().get("split_batches", split_batches)
+    if said != split_batches:
+        raise ConfigurationError(
+            f"split_batches={split_batches!r} and dataloader_config's split_batches={said!r} contradict each other. Give one of them."
+        )
+    return {**arguments, "dataloader_config": loaders.replaced(split_batches=split_batches)}
 
 
 def _process_of_group() -> ProcessInfo | None:
@@ -134,6 +148,7 @@ def _make_backend(registry: Registry, plan: PreparePlan, device: Device) -> Back
         options=plan.options_of(plan.backend),
         handlers=plan.options,
         gradient_accumulation_steps=plan.settings.gradient_accumulation_steps,
+        debug=plan.settings.debug,
         compiler=_make_compiler(plan),
     )
     backend: Backend = registry.load("backend", plan.backend.name)(plan.backend, context)
