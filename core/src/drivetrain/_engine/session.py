@@ -128,3 +128,7 @@ class AcceleratorSession:
     def tracker_run_ids(self) -> Mapping[str, str]:
         """Ids of the runs of trackers."""
         return self._accelerator._hub.run_ids()
+
+    def set_tracker_run_ids(self, run_ids: Mapping[str, str]) -> None:
+        """Runs that ``init_trackers`` goes on with."""
+        self._accelerator._run_ids = dict(run_ids)
