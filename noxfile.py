@@ -158,9 +158,7 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the site into site/; `-- serve` shows it while you write."""
-    session.install(
-        "--quiet", "-c", str(CONSTRAINTS), "-e", str(ROOT / "core"), "mkdocs-material", "mkdocstrings[python]"
-    )
+    session.install("--quiet", "mkdocs-material")
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
 
 
