@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ def lazy_exports(
     Args:
         package: ``__name__`` of the module.
         names: Submodule (relative to ``package``, or absolute when it contains "drivetrain.") to the names that live in it.
-        fallback: Called with names that the table lacks; raises AttributeError for those that it doesn't know either.
+        fallback: Called with names that neither the table nor a submodule has; raises AttributeError for those that it doesn't know either.
 
     Returns:
         The two functions.
@@ -40,6 +41,9 @@ def lazy_exports(
             setattr(sys.modules[package], name, value)
             return value
         if fallback is not None and not name.startswith("_"):
+            # `from package import submodule` asks for the attribute first: no reason to search all plugins for it.
+            if importlib.util.find_spec(f"{package}.{name}") is not None:
+                return importlib.import_module(f"{package}.{name}")
             return fallback(name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 

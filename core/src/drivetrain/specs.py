@@ -205,6 +205,7 @@ class BackendSpec(_Spec):
         precisions: Names of precisions that it works with; ``("*",)`` for any.
         exclusive: Its vendor's state is process-wide: a second Accelerator with other settings is refused.
         launch_environment: Variables that the launcher sets in children.
+        distributed_type: Accelerate's name for it (a member of ``DistributedType``); empty where that is the device's.
 
     Example:
         >>> BackendSpec(name="toy", target="toy.backend:ToyBackend").devices
@@ -216,6 +217,7 @@ class BackendSpec(_Spec):
     precisions: tuple[str, ...] = ("*",)
     exclusive: bool = False
     launch_environment: Mapping[str, str] = field(default_factory=dict)
+    distributed_type: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +227,7 @@ class DeviceSpec(_Spec):
     Args:
         torch_type: The type part of a ``torch.device``; several specs may share one.
         module: Module to import before torch knows the type (``"torch_npu"``), or None.
-        communication_backend: torch.distributed's backend for it ("gloo", "nccl", "xccl", "hccl").
+        communication_backend: torch.distributed's backend for it ("gloo", "nccl", "xccl", "hccl"); empty if it serves one process alone.
         visible_devices: Variable that limits which devices a process sees (``CUDA_VISIBLE_DEVICES``), or None.
         dtypes: Names of floating-point dtypes that autocast and matmul have on it.
         priority: Of the devices present, the one with the highest priority is chosen; the CPU's is 0.
@@ -246,14 +248,19 @@ class DeviceSpec(_Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec(_Spec):
-    """Which variables tell a process who it is. A table is enough for most; ``target`` may name a function
-    ``(environ: Mapping[str, str]) -> ProcessInfo | None`` for those that must compute (node lists).
+    """Which variables tell a process who it is.
 
-    Each variable field is a tuple of names, the first one set wins.
+    A table is enough for most; ``target`` may name a function ``(environ: Mapping[str, str]) -> ProcessInfo | None`` for those that
+    must compute (node lists).
+
+    Each variable field is a tuple of names, the first one set wins. A spec without any variable and ``target`` applies always
+    (the plain process).
 
     Args:
         marker: Variables of which one must be set for this cluster to apply at all; default: those of ``rank``.
         rank, world_size, local_rank, local_world_size, node_rank: Names of the variables.
+        job_id: Variables with a text that is equal in all processes of one job and differs between jobs. Where MASTER_PORT isn't set, the
+            rendezvous port is derived from it; a cluster without it needs MASTER_ADDR and MASTER_PORT.
         required: Which of those fields must be set once the marker is, else the environment is half-set and an error.
         priority: Of several that apply the highest wins: explicit launchers (torchrun) stand above what they run under.
 
@@ -268,6 +275,7 @@ class ClusterSpec(_Spec):
     local_rank: tuple[str, ...] = ()
     local_world_size: tuple[str, ...] = ()
     node_rank: tuple[str, ...] = ()
+    job_id: tuple[str, ...] = ()
     required: tuple[str, ...] = ("rank", "world_size")
     priority: int = 100
 

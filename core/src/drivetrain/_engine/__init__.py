@@ -1,0 +1,1 @@
+"""From a request to running objects: resolve, prepare, accumulate."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from drivetrain.interfaces.launcher import Launcher, LaunchRequest
     from drivetrain.interfaces.precision import Precision
     from drivetrain.interfaces.sharding_planner import ShardingPlan, ShardingPlanner
-    from drivetrain.interfaces.tracker import Tracker, TrackerContext
+    from drivetrain.interfaces.tracker import Row, Tracker, TrackerContext
 
 __all__ = [
     "Backend",
@@ -27,6 +27,7 @@ __all__ = [
     "Precision",
     "PrepareRequest",
     "Prepared",
+    "Row",
     "ShardingPlan",
     "ShardingPlanner",
     "TensorReader",
@@ -46,6 +47,6 @@ __getattr__, __dir__ = lazy_exports(
         "launcher": ["LaunchRequest", "Launcher"],
         "precision": ["Precision"],
         "sharding_planner": ["ShardingPlan", "ShardingPlanner"],
-        "tracker": ["Tracker", "TrackerContext"],
+        "tracker": ["Row", "Tracker", "TrackerContext"],
     },
 )

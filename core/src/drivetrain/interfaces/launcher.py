@@ -64,3 +64,7 @@ class Launcher:
     def launch(self, request: LaunchRequest) -> int:
         """Run the job to its end and return the exit code to pass on: that of the first process that failed, else 0."""
         raise NotImplementedError
+
+    def describe(self, request: LaunchRequest) -> str:
+        """What `launch` would do, as text for a person or a shell (``drivetrain launch --dry-run``). Starts nothing."""
+        raise NotImplementedError

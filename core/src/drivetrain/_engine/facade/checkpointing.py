@@ -1,0 +1,216 @@
+"""Saving and loading."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drivetrain.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from drivetrain._engine.assemble import Parts
+    from drivetrain.checkpoint import CheckpointManager, HookHandle, ProjectConfiguration
+    from drivetrain.interfaces import Backend
+    from drivetrain.tracking import TrackerHub
+
+__all__ = ["CheckpointFacade"]
+
+
+class CheckpointFacade:
+    """Checkpoints of the whole training state, and models alone."""
+
+    backend: Backend
+    project_configuration: ProjectConfiguration
+    _parts: Parts
+    _hub: TrackerHub
+    _custom_objects: list[Any]
+    _manager: CheckpointManager | None = None
+
+    @property
+    def _checkpoints(self) -> CheckpointManager:
+        if self._manager is None:
+            self._manager = self._make_manager()
+        return self._manager
+
+    def _make_manager(self) -> CheckpointManager:
+        from drivetrain._engine.session import AcceleratorSession
+        from drivetrain.checkpoint import CheckpointManager
+
+        registry, plan = self._parts.registry, self._parts.plan
+
+        def find_format(name: str) -> Any:
+            return registry.load("checkpoint-format", name)(registry.get("checkpoint-format", name))
+
+        def notify(event: str, directory: Path) -> None:
+            registry.notify(f"drivetrain_{event}", accelerator=self, directory=directory)
+
+        return CheckpointManager(
+            AcceleratorSession(self),  # type: ignore[arg-type]  # the Accelerator, of which this is a part
+            project=self.project_configuration,
+            format=find_format(plan.checkpoint_format.name),
+            find_format=find_format,
+            notify=notify,
+        )
+
+    def _finish_checkpoints(self) -> None:
+        if self._manager is not None:
+            self._manager.close()
+
+    @property
+    def project_dir(self) -> str | None:
+        """Directory for checkpoints and logs."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Directory for logs."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The lowest number that the next automatically named checkpoint may have."""
+        return self.project_configuration.iteration
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Save models, optimizers, schedulers, loaders, random generators, counters and registered objects. Collective.
+
+        The checkpoint exists whole or not at all: it is written beside its final name and renamed at the end.
+
+        Args:
+            output_dir: The checkpoint's directory. Without it, and with ``ProjectConfiguration(automatic_checkpoint_naming=True)``,
+                ``<project_dir>/checkpoints/checkpoint_<n>``.
+            safe_serialization: True: nothing is stored as a pickle.
+            blocking: False: training goes on while the copy of the state is written; `wait_for_checkpoint` waits for it.
+            metadata: Plain data to keep in the manifest, such as metrics.
+
+        Returns:
+            The checkpoint's path.
+
+        Raises:
+            CheckpointError: On every process, if anything fails on one; earlier checkpoints stay as they were.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from drivetrain import Accelerator
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> path = accelerator.save_state(tempfile.mkdtemp() + "/first")
+            >>> accelerator.load_state(path) == path
+            True
+        """
+        if not safe_serialization:
+            raise UnsupportedError(
+                "save_state(safe_serialization=False) would store pickles, which checkpoints never hold: leave it out. "
+                "save_model(..., safe_serialization=False) writes a pickle of a model for other tools."
+            )
+        self._hub.flush()
+        return str(self._checkpoints.save_state(output_dir, blocking=blocking, metadata=metadata))
+
+    def wait_for_checkpoint(self) -> str | None:
+        """Wait until a checkpoint begun with ``blocking=False`` is whole; return its path, or None if there was none. Collective."""
+        path = self._checkpoints.wait()
+        return None if path is None else str(path)
+
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, *, strict: bool = True, verify: bool = True
+    ) -> str:
+        """Load what `save_state` saved, at this or another number of processes. Collective. Objects must be prepared already.
+
+        Args:
+            input_dir: The checkpoint's directory; default: the newest whole one of the project.
+            strict: Raise for what is missing or unexpected; False loads what fits.
+            verify: Compare checksums first.
+
+        Returns:
+            The checkpoint's path.
+
+        Raises:
+            CheckpointError: On every process, if it can't be loaded on one; nothing was changed then.
+        """
+        return str(self._checkpoints.load_state(input_dir, strict=strict, verify=verify))
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load further objects with the state: any with ``state_dict`` and ``load_state_dict`` of plain data and tensors.
+
+        Raises:
+            CheckpointError: Naming the objects that lack these methods.
+        """
+        from drivetrain.checkpoint import check_stateful
+
+        check_stateful(objects)
+        self._custom_objects.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> HookHandle:
+        """Call ``hook(models, weights, output_dir)`` before each save; what it removes from ``weights`` isn't saved. Returns a handle with ``remove()``."""
+        return self._checkpoints.register_save_state_pre_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> HookHandle:
+        """Call ``hook(models, input_dir)`` before each load; what it removes from ``models`` isn't loaded. Returns a handle with ``remove()``."""
+        return self._checkpoints.register_load_state_pre_hook(hook)
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """A model's whole weights by the unwrapped model's names; shards are put together. Collective.
+
+        Args:
+            model: A prepared model.
+            unwrap: False keeps the names of the wrapper, where it has its own.
+        """
+        if not unwrap:
+            return dict(model.state_dict())
+        state = self.backend.model_state(model)
+        return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in state.items()}
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Save a model's weights in the layout that other tools read. Collective; the main process writes.
+
+        Args:
+            model: A prepared model.
+            save_directory: Where ``model.safetensors`` goes (or several files and an index).
+            max_shard_size: Largest file, in bytes or like "5GB".
+            safe_serialization: False writes a pickle, for tools that read nothing else.
+        """
+        from drivetrain.checkpoint import save_model
+
+        state = self.get_state_dict(model)
+        if self.project_configuration.save_on_each_node:
+            writes = self._parts.control.is_local_main_process
+        else:
+            writes = self._parts.control.is_main_process
+        if writes:
+            save_model(state, save_directory, max_shard_size=max_shard_size, safe_serialization=safe_serialization)
+        self._parts.control.wait_for_everyone()
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Save an object to a file, on the main process only.
+
+        Args:
+            obj: Anything ``torch.save`` takes; tensors by name with ``safe_serialization``.
+            f: Path of the file.
+            safe_serialization: Write safetensors instead of a pickle.
+        """
+        from drivetrain.checkpoint import save
+
+        save(
+            obj,
+            f,
+            process=self._parts.plan.process,
+            save_on_each_node=self.project_configuration.save_on_each_node,
+            safe_serialization=safe_serialization,
+        )

@@ -1,0 +1,114 @@
+"""Whether requirements are met, from the metadata of what is installed: nothing is imported for it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from drivetrain import __version__
+from drivetrain._plugins.record import canonical
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
+__all__ = ["Requirements"]
+
+_PLAIN = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^\]]*\])?\s*\(?([^;@()]*)\)?\s*")
+_EXTRA = re.compile(r";\s*extra\s*==\s*[\"'][^\"']*[\"']\s*$")
+
+
+class Requirements:
+    """Checks requirements, looking up each distribution only once.
+
+    Example:
+        >>> Requirements().unmet(["drivetrain>=0.1", "no-such-thing>=2; python_version > '3'"])
+        ["needs no-such-thing>=2, which isn't installed"]
+    """
+
+    def __init__(self) -> None:
+        # The running core is what it is, whatever an installed distribution of that name says.
+        self._versions: dict[str, str | None] = {"drivetrain": __version__}
+
+    def unmet(self, requirements: Iterable[str]) -> list[str]:
+        """Say what is missing.
+
+        Args:
+            requirements: PEP 508 strings; those whose marker doesn't hold here (or belongs to an extra) don't count.
+
+        Returns:
+            One clause for each that isn't met.
+        """
+        problems = (self._problem(requirement) for requirement in requirements)
+        return [problem for problem in problems if problem is not None]
+
+    def _problem(self, text: str) -> str | None:
+        parsed = _parse(text)
+        if isinstance(parsed, str):
+            return parsed
+        if parsed is None:
+            return None
+        name, specifier = parsed
+        version = self._version(name)
+        wanted = f"{name}{specifier}"
+        if version is None:
+            return f"needs {wanted}, which isn't installed"
+        if version and not _contains(specifier, version):
+            return f"needs {wanted}, but {version} is installed"
+        return None
+
+    def _version(self, name: str) -> str | None:
+        """The installed version; "" if a module is there but no metadata tells its version; None if there is neither."""
+        key = canonical(name)
+        if key not in self._versions:
+            self._versions[key] = _installed_version(name)
+        return self._versions[key]
+
+
+def _parse(text: str) -> tuple[str, SpecifierSet] | str | None:
+    """Name and versions of a requirement; None if its marker doesn't hold here; a clause if it can't be read."""
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    if _EXTRA.search(text):
+        return None
+    # packaging's parser of whole requirements takes as long to import as all the rest of discovery, and most have no marker.
+    plain = _PLAIN.fullmatch(text)
+    if plain is not None:
+        try:
+            return plain[1], SpecifierSet(plain[2])
+        except InvalidSpecifier:
+            return f"has a requirement {text!r} that can't be read"
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        requirement = Requirement(text)
+    except InvalidRequirement:
+        return f"has a requirement {text!r} that can't be read"
+    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        return None
+    return requirement.name, requirement.specifier
+
+
+def _contains(specifier: SpecifierSet, version: str) -> bool:
+    from packaging.version import InvalidVersion
+
+    try:
+        # A nightly build satisfies what its release would: without prereleases=True no development version does.
+        return specifier.contains(version, prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        # Vendors' containers carry a torch that was built in place, without metadata.
+        module = name.replace("-", "_")
+        try:
+            spec = importlib.util.find_spec(module) if module.isidentifier() else None
+        except ValueError:  # a module without a spec is there already, but nobody knows from where
+            return None
+        return "" if spec is not None and spec.origin is not None else None

@@ -1,0 +1,86 @@
+"""Moving batches to the device, the next one while the present one computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from drivetrain.data.batch import BatchInfo
+from drivetrain.parallel.structure import iterate_tensors, send_to_device
+
+__all__ = ["Placement"]
+
+Pairs = Iterator[tuple[Any, BatchInfo]]
+
+
+class Placement:
+    """Puts the batches of a feed on a device.
+
+    Args:
+        device: Where to; None leaves batches where they are.
+        non_blocking: Don't wait for copies.
+        prefetch: With ``non_blocking``, on a device that has streams: copy the next batch on a stream of its own before the present one is
+            handed out, so that it moves during the present one's computation.
+
+    Example:
+        >>> feed = iter([({"x": torch.ones(2), "id": ["a", "b"]}, BatchInfo(0, 2, (2,), True, None))])
+        >>> [batch for batch, _ in Placement(torch.device("meta")).apply(feed)]
+        [{'x': tensor(..., device='meta', size=(2,)), 'id': ['a', 'b']}]
+    """
+
+    def __init__(self, device: torch.device | None, *, non_blocking: bool = False, prefetch: int = 1) -> None:
+        self.device = device
+        self.non_blocking = non_blocking
+        self.overlaps = bool(prefetch and non_blocking and device is not None and _has_streams(device))
+
+    def apply(self, feed: Pairs) -> Pairs:
+        """The feed with its batches on the device."""
+        if self.device is None:
+            return feed
+        return self._overlapped(feed, self.device) if self.overlaps else self._moved(feed, self.device)
+
+    def _moved(self, feed: Pairs, device: torch.device) -> Pairs:
+        non_blocking = self.non_blocking
+        for batch, info in feed:
+            yield send_to_device(batch, device, non_blocking=non_blocking), info
+
+    def _overlapped(self, feed: Pairs, device: torch.device) -> Pairs:
+        module = torch.get_device_module(device)
+        stream = module.Stream(device=device)
+
+        def take() -> tuple[Any, BatchInfo] | None:
+            pair = next(feed, None)
+            if pair is None:
+                return None
+            with module.stream(stream):
+                return send_to_device(pair[0], device, non_blocking=True), pair[1]
+
+        ahead = take()
+        while ahead is not None:
+            batch, info = ahead
+            current = module.current_stream(device)
+            current.wait_stream(stream)
+            for tensor in iterate_tensors(batch):
+                if tensor.device == device:
+                    tensor.record_stream(current)  # its memory belongs to the copying stream
+            ahead, failure = _try(take)
+            yield batch, info
+            if failure is not None:
+                raise failure
+
+
+def _try(take: Any) -> tuple[Any, BaseException | None]:
+    """A failure of the next batch must not cost the present one."""
+    try:
+        return take(), None
+    except Exception as error:
+        return None, error
+
+
+def _has_streams(device: torch.device) -> bool:
+    if device.type == "cpu":
+        return False
+    module = torch.get_device_module(device)
+    return all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))

@@ -1,0 +1,232 @@
+"""Our ranks under torch's elastic agent: it does rendezvous, rank assignment, restarts and the end; we own the processes.
+
+Imports torch: `drivetrain.launch.local` imports this module as late as it can.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from drivetrain.interfaces.launcher import LaunchRequest
+from drivetrain.launch._checks import command_line, local_world_size
+from drivetrain.launch._environment import rank_environment
+from drivetrain.launch._processes import FAILURE_GRACE, RankProcesses
+from drivetrain.launch.options import LocalOptions
+
+__all__ = ["Agent", "Loopback", "rendezvous_of"]
+
+_HOST = "127.0.0.1"
+
+
+class Loopback(RendezvousHandler):
+    """The rendezvous of one machine, which has nobody to wait for: a fresh store for each attempt.
+
+    The store listens on the loopback address alone: nobody outside can reach it, and no port can be taken from under it.
+
+    Args:
+        port: A port to use, or 0 for a free one.
+        run_id: Name of the run.
+    """
+
+    def __init__(self, port: int, run_id: str) -> None:
+        self._port = port
+        self._run_id = run_id
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        """Name of this kind of rendezvous."""
+        return "loopback"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks meet at the agent's store."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open the store of the next attempt."""
+        self._store = None  # closes the one before, which may hold the port
+        listening = socket.create_server((_HOST, self._port))
+        port = listening.getsockname()[1]
+        self._store = TCPStore(
+            _HOST,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(minutes=5),
+            master_listen_fd=listening.detach(),
+        )
+        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(_HOST, port))
+
+    def is_closed(self) -> bool:
+        """Never: there is one participant."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to do: there is one participant."""
+
+    def num_nodes_waiting(self) -> int:
+        """Nobody else can come."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Name of the run."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Close the store."""
+        self._store = None
+        return True
+
+
+def rendezvous_of(request: LaunchRequest, options: LocalOptions) -> RendezvousHandler:
+    """How the machines of a request meet.
+
+    On several machines torch's "static" rendezvous is the default, and "c10d" where restarts are wanted: it gives each attempt
+    a store of its own.
+    """
+    if request.num_machines == 1:
+        return Loopback(request.main_process_port or 0, options.rdzv_id)
+    backend = options.rdzv_backend or ("c10d" if request.max_restarts else "static")
+    settings: dict[str, Any] = {"timeout": 900, **options.rdzv_conf}
+    if backend == "static":
+        settings["rank"] = request.machine_rank
+    elif backend == "c10d":
+        settings.setdefault("is_host", request.machine_rank == 0)
+    parameters = RendezvousParameters(
+        backend=backend,
+        endpoint=f"{request.main_process_ip}:{request.main_process_port}",
+        run_id=options.rdzv_id,
+        min_nodes=request.num_machines,
+        max_nodes=request.num_machines,
+        local_addr=options.local_addr,
+        **settings,
+    )
+    return get_rendezvous_handler(parameters)
+
+
+class Agent(SimpleElasticAgent):
+    """Runs the ranks of one machine.
+
+    Args:
+        request: What to start.
+        options: The launcher's own settings.
+        environment: Variables that all ranks share.
+        processes: Where they are started.
+        interrupt: The signal that the launcher got, or None, at any time.
+        hurry: Set when the user doesn't want to wait any more.
+        grace: Seconds that ranks have to end after a signal to the launcher.
+        on_restart: Called before another attempt with its number.
+    """
+
+    def __init__(
+        self,
+        request: LaunchRequest,
+        options: LocalOptions,
+        environment: Mapping[str, str],
+        processes: RankProcesses,
+        *,
+        interrupt: Callable[[], int | None],
+        hurry: threading.Event,
+        grace: float,
+        on_restart: Callable[[int], None],
+    ) -> None:
+        handler = rendezvous_of(request, options)
+        static = request.num_machines > 1 and handler.get_backend() == "static"
+        spec = WorkerSpec(
+            role=options.role,
+            local_world_size=local_world_size(request),
+            rdzv_handler=handler,
+            entrypoint=sys.executable,
+            max_restarts=request.max_restarts,
+            monitor_interval=0.01,  # it waits in _monitor_workers, which wakes when a rank ends
+            master_addr=request.main_process_ip if static else None,
+            master_port=request.main_process_port if static else None,
+        )
+        super().__init__(spec)
+        self._argv = command_line(request)
+        self._environment = environment
+        self._processes = processes
+        self._interrupt = interrupt
+        self._hurry = hurry
+        self._grace = grace
+        self._on_restart = on_restart
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec = worker_group.spec
+        attempt = spec.max_restarts - self._remaining_restarts
+        environments = {}
+        for worker in worker_group.workers:
+            environments[worker.global_rank] = {
+                **self._environment,
+                **rank_environment(
+                    rank=worker.global_rank,
+                    world_size=worker.world_size,
+                    local_rank=worker.local_rank,
+                    local_world_size=spec.local_world_size,
+                    master_addr=str(worker_group.master_addr),
+                    master_port=int(worker_group.master_port or 0),
+                ),
+                "GROUP_RANK": str(worker_group.group_rank),
+                "GROUP_WORLD_SIZE": str(worker_group.group_world_size),
+                "ROLE_NAME": spec.role,
+                "ROLE_RANK": str(worker.role_rank),
+                "ROLE_WORLD_SIZE": str(worker.role_world_size),
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+                "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+                "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
+            }
+        if attempt:
+            self._on_restart(attempt)
+        self._processes.start(environments, self._argv, attempt=attempt)
+        pids = self._processes.pids
+        return {worker.local_rank: pids[worker.global_rank] for worker in worker_group.workers}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        outcome = self._processes.wait(0.5)
+        if outcome is None:
+            return RunResult(state=WorkerState.HEALTHY)
+        if outcome:
+            return RunResult(
+                state=WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers}
+            )
+        self._processes.stop(signal.SIGTERM, grace=FAILURE_GRACE, hurry=self._hurry)
+        pids = self._processes.pids
+        failures = {
+            f.rank: ProcessFailure(local_rank=i, pid=pids[f.rank], exitcode=f.returncode, error_file="")
+            for i, f in enumerate(self._processes.failures())
+        }
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _stop_workers(self, *_: Any, **__: Any) -> None:
+        self._processes.stop(signal.SIGTERM, grace=FAILURE_GRACE, hurry=self._hurry)
+
+    def _shutdown(self, *_: Any, **__: Any) -> None:
+        signum = self._interrupt()
+        if signum is None:
+            self._processes.stop(signal.SIGTERM, grace=FAILURE_GRACE, hurry=self._hurry)
+        else:
+            self._processes.stop(signum, grace=self._grace, hurry=self._hurry)

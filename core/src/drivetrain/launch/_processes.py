@@ -1,0 +1,266 @@
+"""The processes of one machine: start them, see how they end, end them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from drivetrain.launch._failures import RankFailure, failure
+from drivetrain.launch._output import LineWriter, OutputRouter, Sink, Source
+
+__all__ = ["OutputPolicy", "RankProcesses"]
+
+#: Seconds that the other ranks have to end once one has failed: nothing that they could still do together would work.
+FAILURE_GRACE = 5.0
+
+#: Seconds after a first Ctrl-C in which a rank may clean up before it is ended with SIGTERM.
+INTERRUPT_GRACE = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputPolicy:
+    """Where each rank's output goes.
+
+    Args:
+        label: Whether lines get their rank's label. Off, ranks write to the launcher's streams themselves.
+        directory: Where each rank's output goes as ``rank-N.log``; the terminal then shows rank 0 alone.
+        stdout, stderr: The launcher's streams.
+    """
+
+    label: bool
+    directory: Path | None
+    stdout: Sink
+    stderr: Sink
+
+    def log_file(self, rank: int) -> Path | None:
+        """The file of one rank, or None."""
+        return None if self.directory is None else self.directory / f"rank-{rank}.log"
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A started rank."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    error_file: Path
+    log: IO[bytes] | None
+    ended: float | None = None
+    stopped: bool = field(default=False)
+
+
+class RankProcesses:
+    """The ranks of one attempt on this machine, as one unit: all succeed, or all are ended.
+
+    Args:
+        policy: Where output goes.
+        scratch: A directory for error files.
+
+    Example:
+        >>> import os, sys, tempfile
+        >>> from pathlib import Path
+        >>> policy = OutputPolicy(label=True, directory=None, stdout=Sink(sys.stdout), stderr=Sink(sys.stderr))
+        >>> with tempfile.TemporaryDirectory() as scratch:
+        ...     ranks = RankProcesses(policy, Path(scratch))
+        ...     ranks.start({0: dict(os.environ), 1: dict(os.environ)}, [sys.executable, "-c", "raise SystemExit(3)"])
+        ...     while ranks.wait(1.0) is None:
+        ...         pass
+        ...     ranks.close()
+        ...     sorted(f.returncode for f in ranks.failures() if not f.stopped)[-1]
+        3
+    """
+
+    def __init__(self, policy: OutputPolicy, scratch: Path) -> None:
+        self.policy = policy
+        self._scratch = scratch
+        self._ranks: list[_Rank] = []
+        self._router = OutputRouter()
+        self._changed = threading.Event()
+        self._pollable = True
+        self._started = time.monotonic()
+        erase = policy.stdout.is_terminal or policy.stderr.is_terminal
+        self._stdout_writer = LineWriter(policy.stdout, erase=erase and policy.stdout.is_terminal)
+        together = policy.stdout.identity == policy.stderr.identity
+        self._stderr_writer = (
+            self._stdout_writer if together else LineWriter(policy.stderr, erase=policy.stderr.is_terminal)
+        )
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids by rank."""
+        return {r.rank: r.process.pid for r in self._ranks}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the ranks were started."""
+        return time.monotonic() - self._started
+
+    def start(self, environments: Mapping[int, Mapping[str, str]], argv: Sequence[str], *, attempt: int = 0) -> None:
+        """Start one process per entry of ``environments`` (by global rank). Called again, it starts the next attempt.
+
+        Raises:
+            OSError: If the program can't be started; none is left running then.
+        """
+        self._close_logs()
+        self._ranks = []
+        self._changed.clear()
+        self._started = time.monotonic()
+        try:
+            for rank, environment in environments.items():
+                self._ranks.append(self._start_one(rank, environment, argv, attempt))
+        except OSError:
+            self.stop(signal.SIGKILL, grace=0)
+            raise
+
+    def wait(self, timeout: float) -> bool | None:
+        """Wait until a rank ends, at most ``timeout`` seconds.
+
+        Returns:
+            True if all have succeeded, False if one has failed, None while neither is the case.
+        """
+        codes = self._poll()
+        if all(code is None or code == 0 for code in codes) and None in codes:
+            self._changed.wait(timeout if self._pollable else min(timeout, 0.05))
+            self._changed.clear()
+            codes = self._poll()
+        if any(codes):  # neither None nor 0
+            return False
+        return None if None in codes else True
+
+    def stop(self, signum: int, *, grace: float, hurry: threading.Event | None = None) -> None:
+        """End all that still run: with ``signum``, and with SIGKILL after ``grace`` seconds, or as soon as ``hurry`` is set.
+
+        Once one has ended, the others have `FAILURE_GRACE` seconds: what they wait for will not come.
+        """
+        running = [r for r in self._ranks if r.process.poll() is None]
+        for r in running:
+            r.stopped = True
+            _signal_group(r.process.pid, signum)
+        start = time.monotonic()
+        deadline = start + grace
+        left = len(running)
+        while any(r.process.poll() is None for r in running):
+            now = time.monotonic()
+            alive = [r for r in running if r.process.poll() is None]
+            if len(alive) < left:
+                left, deadline = len(alive), min(deadline, now + FAILURE_GRACE)
+            if now >= deadline or (hurry is not None and hurry.is_set()):
+                break
+            if signum == signal.SIGINT and now - start >= INTERRUPT_GRACE:
+                signum = signal.SIGTERM
+                for r in alive:
+                    _signal_group(r.process.pid, signum)
+            self._changed.wait(0.05)
+            self._changed.clear()
+        for r in self._ranks:
+            if r in running or r.process.poll():
+                _signal_group(r.process.pid, signal.SIGKILL)  # and what a rank has left behind
+        for r in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                r.process.wait(10)  # SIGKILL works at once, unless the kernel itself hangs in a driver
+
+    def failures(self) -> list[RankFailure]:
+        """How the ranks ended that didn't succeed."""
+        found = []
+        for r in self._ranks:
+            code = r.process.poll()
+            if code:
+                ended = r.ended or time.time()
+                log = self.policy.log_file(r.rank)
+                found.append(
+                    failure(
+                        rank=r.rank,
+                        pid=r.process.pid,
+                        returncode=code,
+                        ended=ended,
+                        stopped=r.stopped,
+                        error_file=r.error_file,
+                        log=log,
+                    )
+                )
+        return found
+
+    def drain(self) -> None:
+        """Show all output up to now."""
+        self._router.drain()
+
+    def close(self) -> None:
+        """Show the rest of the output and let go of everything."""
+        self._router.close()
+        self._close_logs()
+
+    def _close_logs(self) -> None:
+        for r in self._ranks:
+            if r.log is not None:
+                r.log.close()
+
+    def _poll(self) -> list[int | None]:
+        return [r.process.poll() for r in self._ranks]
+
+    def _start_one(self, rank: int, environment: Mapping[str, str], argv: Sequence[str], attempt: int) -> _Rank:
+        error_file = self._scratch / f"attempt-{attempt}-rank-{rank}.json"
+        log = None
+        if (path := self.policy.log_file(rank)) is not None:
+            log = path.open("ab" if attempt else "wb", buffering=0)
+            if attempt:
+                log.write(f"--- start {attempt + 1} ---\n".encode())
+        out, err = self._sources(rank, log)
+        merged = out is not None and err is not None and out.writer is err.writer and out.label == err.label
+        process = subprocess.Popen(
+            list(argv),
+            env={**environment, "TORCHELASTIC_ERROR_FILE": str(error_file)},
+            stdin=None if rank == 0 else subprocess.DEVNULL,
+            stdout=self.policy.stdout.fd if out is None else subprocess.PIPE,
+            stderr=subprocess.STDOUT if merged else self.policy.stderr.fd if err is None else subprocess.PIPE,
+            start_new_session=True,  # its whole group can be ended, and a terminal's Ctrl-C reaches the launcher alone
+        )
+        started = _Rank(rank, process, error_file, log)
+        for source, stream in ((out, process.stdout), (err, process.stderr)):
+            if source is not None and stream is not None:
+                self._router.add(os.dup(stream.fileno()), source)
+                stream.close()
+        self._watch(started)
+        return started
+
+    def _sources(self, rank: int, log: IO[bytes] | None) -> tuple[Source | None, Source | None]:
+        """What becomes of stdout and stderr of a rank; None lets it write to the launcher's own."""
+        policy = self.policy
+        pairs = ((policy.stdout, self._stdout_writer), (policy.stderr, self._stderr_writer))
+        if log is not None:
+            shown = rank == 0
+            return tuple(Source(writer=writer if shown else None, log=log) for _, writer in pairs)  # type: ignore[return-value]
+        label = f"[rank {rank}] ".encode() if policy.label else b""
+        return tuple(  # type: ignore[return-value]
+            None
+            if sink.fd is not None and (not label or (rank == 0 and sink.is_terminal))
+            else Source(label=label, writer=writer)
+            for sink, writer in pairs
+        )
+
+    def _watch(self, started: _Rank) -> None:
+        """Note the moment at which a rank ends: who failed first decides what is reported."""
+
+        def ended() -> None:
+            started.ended = time.time()
+            self._changed.set()
+
+        open_pidfd: Any = getattr(os, "pidfd_open", None)
+        try:
+            if open_pidfd is None:
+                raise OSError("no pidfd on this system")
+            self._router.watch(open_pidfd(started.process.pid), ended)
+        except OSError:
+            self._pollable = False
+
+
+def _signal_group(pid: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signum)

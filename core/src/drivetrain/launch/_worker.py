@@ -1,0 +1,207 @@
+"""What each rank runs: a user's script or module as ``__main__``, as Python itself would run it.
+
+Started as a file (``python -u _worker.py LAUNCHER_PID script|module TARGET ARGS...``) and made of the standard library alone, so that
+nothing is imported before the user's code. It adds three things to a plain start:
+
+- an uncaught exception is written as JSON to ``TORCHELASTIC_ERROR_FILE`` (the format of torch's elastic agent, with finer time), and
+  the launcher prints it: once, whole, and not mixed with other ranks' output;
+- a rank whose exception is on record ends within seconds, even when threads or exit handlers would keep it alive;
+- a rank ends with its launcher, even if that was killed with SIGKILL.
+"""
+
+# pathlib isn't imported before the user's code:
+# ruff: noqa: PTH100, PTH105, PTH109, PTH112, PTH120, PTH123
+
+from __future__ import annotations
+
+import os
+import sys
+from types import CodeType, ModuleType, TracebackType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # the typing module itself isn't needed in a rank
+    from collections.abc import Callable
+    from typing import Any
+
+#: Seconds that a rank has from its uncaught exception to its end: exit handlers may still upload or flush something.
+EXIT_SECONDS = 10.0
+
+_PID = os.getpid()
+_SIGKILL = 9
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    launcher, kind, target = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    _end_with(launcher)
+    sys.argv[:] = sys.argv[3:]
+    ours = sys.modules["__main__"]  # keeps this module's globals alive while another one bears its name
+    try:
+        code, module = _module(target) if kind == "module" else _script(target)
+        sys.modules["__main__"] = module
+        exec(code, module.__dict__)
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            _record(stop)
+        raise
+    except KeyboardInterrupt as interrupt:
+        if _record(interrupt):
+            sys.excepthook = _say_nothing  # the launcher says where each rank was
+        raise
+    except BaseException as error:
+        failure = error
+    else:
+        return
+    finally:
+        del ours
+    _fail(failure)
+
+
+def _fail(error: BaseException) -> None:
+    """End with exit code 1; print the traceback only if the launcher will not."""
+    import faulthandler
+
+    error.__traceback__ = _users_part(error)
+    hook = sys.excepthook
+    custom = _is_users(hook)
+    recorded = _record(error, shown=custom)
+    faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
+    if custom or not recorded:
+        hook(type(error), error, error.__traceback__)
+    raise SystemExit(1)
+
+
+def _is_users(hook: Callable[..., object]) -> bool:
+    """Whether an excepthook is neither Python's nor the one that torch puts around it, which labels lines with the rank."""
+    while getattr(hook, "__module__", "").startswith("torch."):
+        cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
+        if "old_hook" not in cells:
+            return False
+        hook = cells["old_hook"].cell_contents
+    return hook is not sys.__excepthook__
+
+
+def _script(path: str) -> tuple[CodeType, ModuleType]:
+    """The code of a file, or of a directory or zip archive with a ``__main__.py``."""
+    from importlib.machinery import SourceFileLoader
+
+    if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
+        from pkgutil import get_importer
+
+        importer = get_importer(path)
+        spec = importer.find_spec("__main__") if importer is not None else None
+        if spec is None or spec.loader is None:
+            raise ImportError(f"no __main__.py in {path!r}")
+        _set_first_path(path)
+        return _from_spec(spec)
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    absolute = os.path.abspath(path)
+    with open(absolute, "rb") as file:
+        code = compile(file.read(), absolute, "exec", dont_inherit=True)
+    module = ModuleType("__main__")
+    module.__dict__.update(
+        __file__=absolute, __loader__=SourceFileLoader("__main__", absolute), __builtins__=__builtins__, __cached__=None
+    )
+    return code, module
+
+
+def _module(name: str) -> tuple[CodeType, ModuleType]:
+    """The code of an importable module, or of a package's ``__main__``."""
+    from importlib.util import find_spec
+
+    _set_first_path(os.getcwd())
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = find_spec(f"{name}.__main__")
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(f"No module named {name!r} that can be run", name=name)
+    return _from_spec(spec)
+
+
+def _from_spec(spec: Any) -> tuple[CodeType, ModuleType]:
+    code = spec.loader.get_code(spec.name)
+    if code is None:
+        raise ImportError(f"{spec.name} has no Python code")
+    module = ModuleType("__main__")
+    module.__dict__.update(
+        __spec__=spec,
+        __file__=spec.origin,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __builtins__=__builtins__,
+        __cached__=None,
+    )
+    sys.argv[0] = spec.origin or sys.argv[0]
+    return code, module
+
+
+def _set_first_path(directory: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = directory
+
+
+def _users_part(error: BaseException) -> TracebackType | None:
+    """The traceback without the frames of this file and its neighbours that lead to the user's code."""
+    traceback = error.__traceback__
+    ours = os.path.dirname(__file__)
+    while traceback is not None and os.path.dirname(traceback.tb_frame.f_code.co_filename) == ours:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _record(error: BaseException, *, shown: bool = False) -> bool:
+    """Write the error file; True if that worked. ``shown``: something else prints the traceback on this rank."""
+    import json
+    import time
+
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.getpid() != _PID:  # a fork of the user's isn't the rank
+        return False
+    now = time.time()
+    details = {"py_callstack": "", "timestamp": str(int(now)), "time": now, "shown": shown, "pid": os.getpid()}
+    message = f"{type(error).__name__}: {error}".rstrip(": ")
+    try:
+        if isinstance(error, SystemExit):
+            details["shown"] = True  # Python prints what there is to print
+        else:
+            import traceback
+
+            part = _users_part(error)
+            details["py_callstack"] = "".join(traceback.format_exception(type(error), error, part))
+            if part is not None:
+                last = traceback.extract_tb(part)[-1]
+                details["where"] = f"{last.filename}:{last.lineno} ({last.name})"
+    except Exception as problem:  # a broken __str__, or no memory: say at least what it was
+        details["py_callstack"] = (
+            f"{type(error).__name__} (its traceback can't be formatted: {type(problem).__name__})\n"
+        )
+    try:
+        # Renamed when whole: the launcher may look at any time.
+        with open(f"{path}.part", "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": message, "extraInfo": details}}, file)
+        os.replace(f"{path}.part", path)
+    except OSError:
+        return False
+    return True
+
+
+def _say_nothing(*_: object) -> None:
+    """An excepthook that prints nothing."""
+
+
+def _end_with(launcher: int) -> None:
+    """Have the kernel kill this process when its launcher ends without having ended it."""
+    import faulthandler
+
+    faulthandler.enable()
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+    if os.getppid() != launcher:  # it ended before that call
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Starting the ranks of this machine and seeing them through to their end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+from drivetrain.interfaces.launcher import Launcher, LaunchRequest
+from drivetrain.launch._checks import check_request, local_world_size
+from drivetrain.launch._environment import base_environment, rank_environment
+from drivetrain.launch._failures import exit_code_of, first_of, interrupt_report, report
+from drivetrain.launch._job import Job
+from drivetrain.launch._output import Sink
+from drivetrain.launch.options import LocalOptions
+
+__all__ = ["LocalLauncher"]
+
+
+class LocalLauncher(Launcher):
+    """Starts this machine's ranks, one process each, under torch's elastic agent.
+
+    A single process without restarts has nobody to meet: it is started without the agent, which spares an import of torch.
+
+    `LaunchRequest.options` has the fields of `drivetrain.launch.options.LocalOptions`.
+
+    Args:
+        spec: The descriptor.
+
+    Example:
+        >>> import sys
+        >>> from drivetrain.interfaces import LaunchRequest
+        >>> from drivetrain.specs import LauncherSpec
+        >>> LocalLauncher(LauncherSpec(name="local")).launch(
+        ...     LaunchRequest(command=[sys.executable, "-c", "raise SystemExit(0)"], plain=True)
+        ... )
+        0
+    """
+
+    def launch(self, request: LaunchRequest) -> int:
+        """Run the job to its end.
+
+        Returns:
+            The exit code to pass on: 0, or that of the rank that failed first (128 + n if signal n killed it), or 128 + n after
+            signal n to this process.
+
+        Raises:
+            ConfigurationError: For a request that can't work; nothing was started.
+            LaunchError: For a port, host or program that can't be used; nothing is left running.
+        """
+        check_request(request)
+        options = LocalOptions.from_mapping(request.options)
+        if request.log_directory is not None:
+            request.log_directory.mkdir(parents=True, exist_ok=True)
+        errors = Sink(sys.stderr)
+        with tempfile.TemporaryDirectory(prefix="drivetrain-") as scratch:
+            job = Job(request, options, Path(scratch), stdout=Sink(sys.stdout), stderr=errors)
+            outcome = job.run()
+        if outcome.signum is not None:
+            text = interrupt_report(outcome.signum, outcome.failures)
+            code = 128 + outcome.signum
+        elif outcome.failures:
+            text = report(outcome.failures, world_size=request.num_processes, seconds=outcome.seconds)
+            code = exit_code_of(first_of(outcome.failures).returncode)
+        else:
+            return 0
+        errors.write(text.encode() + b"\n")
+        return code
+
+    def describe(self, request: LaunchRequest) -> str:
+        """One shell command per rank of this machine, with the variables that the launcher adds.
+
+        Example:
+            >>> from drivetrain.interfaces import LaunchRequest
+            >>> from drivetrain.specs import LauncherSpec
+            >>> request = LaunchRequest(command=["./a.out"], plain=True, environment={"A": "b c"}, main_process_port=29500)
+            >>> print(LocalLauncher(LauncherSpec(name="local")).describe(request))
+            A='b c' RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 ./a.out
+        """
+        local = local_world_size(request)
+        shared = base_environment(os.environ, request.environment, local_world_size=local)
+        added = {name: value for name, value in shared.items() if os.environ.get(name) != value}
+        lines = []
+        for local_rank in range(local):
+            identity = rank_environment(
+                rank=request.machine_rank * local + local_rank,
+                world_size=request.num_processes,
+                local_rank=local_rank,
+                local_world_size=local,
+                master_addr=request.main_process_ip or "127.0.0.1",
+                master_port=request.main_process_port or 29500,  # any free one does
+            )
+            variables = [f"{name}={shlex.quote(value)}" for name, value in {**added, **identity}.items()]
+            lines.append(" ".join([*variables, shlex.join(_plain_command(request))]))
+        return "\n".join(lines)
+
+
+def _plain_command(request: LaunchRequest) -> list[str]:
+    """The command of a rank as one would type it: the real one differs in how exceptions are kept."""
+    if request.plain:
+        return list(request.command)
+    return [sys.executable, "-u", *(["-m"] if request.module else []), *request.command]

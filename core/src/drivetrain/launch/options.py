@@ -1,0 +1,75 @@
+"""The settings of launching: the same keys in flags, environment and configuration file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+
+from drivetrain.config.options import Options
+
+__all__ = ["LaunchOptions", "LocalOptions"]
+
+
+@dataclass(frozen=True)
+class LaunchOptions(Options):
+    """What every launcher is told: section ``[launch]`` of the configuration file, variables ``DRIVETRAIN_LAUNCH_<FIELD>``.
+
+    Numbers are checked against each other by the launcher, not here.
+
+    Args:
+        on: Name of the launcher.
+        num_processes: Number of processes in all, over all machines; None for one per accelerator found, or one on the CPU.
+        num_machines: Number of machines.
+        machine_rank: Rank of this machine.
+        main_process_ip: Address of machine 0; None on one machine.
+        main_process_port: Port there; None for a free one on one machine.
+        max_restarts: How often all processes are started again after a failure.
+        log_dir: Where each rank's output goes as a file, or None.
+        label: Prefix each line of output with its rank.
+        num_cpu_threads_per_process: ``OMP_NUM_THREADS`` of each process; None for an even share of the cores.
+        gpu_ids: Which accelerators to use: their numbers, or "all".
+
+    Example:
+        >>> LaunchOptions(num_processes=2).explicit()
+        {'num_processes': 2}
+    """
+
+    on: str = "local"
+    num_processes: int | None = None
+    num_machines: int = 1
+    machine_rank: int = 0
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    max_restarts: int = 0
+    log_dir: str | None = None
+    label: bool = True
+    num_cpu_threads_per_process: int | None = None
+    gpu_ids: str = "all"
+
+
+@dataclass(frozen=True)
+class LocalOptions(Options):
+    """What the launcher "local" is told besides: section ``[local]``, variables ``DRIVETRAIN_LOCAL_<FIELD>``.
+
+    Args:
+        rdzv_backend: How several machines meet: "static" or "c10d"; None for "static", and "c10d" where restarts are wanted.
+        rdzv_id: Name of the run, the same on all machines.
+        rdzv_conf: Further settings of that rendezvous, such as its timeout in seconds.
+        local_addr: The address of this machine that others should use; None to find out.
+        role: Role of the ranks.
+        shutdown_timeout: Seconds that ranks have to end (and may use to save) after a signal to the launcher.
+
+    Example:
+        >>> LocalOptions().shutdown_timeout
+        30.0
+    """
+
+    rdzv_backend: str | None = None
+    rdzv_id: str = "drivetrain"
+    rdzv_conf: Mapping[str, Any] = field(default_factory=dict)
+    local_addr: str | None = None
+    role: str = "default"
+    shutdown_timeout: Annotated[float, msgspec.Meta(ge=0)] = 30.0

@@ -1,0 +1,7 @@
+"""Names of ``accelerate.utils.memory``; they live in `drivetrain.memory`."""
+
+from __future__ import annotations
+
+from drivetrain.memory import clear_device_cache, find_executable_batch_size, release_memory, should_reduce_batch_size
+
+__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
