@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -84,6 +84,12 @@ class AcceleratorSession:
     def mid_window(self) -> bool:
         """Whether an accumulation window is open."""
         return self._accelerator.gradient_state.is_open
+
+    @property
+    def window_reduction(self) -> Literal["sum", "mean"]:
+        """Item weights are divided by their total at the window's end; without them losses are means already."""
+        windows = self._accelerator.gradient_state.counters(self.models)["windows"]
+        return "sum" if any(window["weighted"] for window in windows) else "mean"
 
     def window_state(self) -> Mapping[str, float]:
         """Sums over this rank's part of open windows."""
