@@ -84,12 +84,9 @@ def test_dispatched_equals_read_by_each(workers, world):
                 data = list(range(case["length"])) if not dispatch and case["kind"] == "map" else data
                 loader = DataLoader(data, batch_size=case["size"], drop_last=case["drop_last"])
                 prepared = prepare(loader, stack, dispatch_batches=dispatch, **case["settings"])
-                epochs = []
-                for _ in range(2):
-                    epochs.append(
-                        [(b.tolist(), prepared.batch, prepared.plan_window(2)) for b in prepared],
-                    )
-                results.append(epochs)
+                results.append(
+                    [[(b.tolist(), prepared.batch, prepared.plan_window(2)) for b in prepared] for _ in range(2)]
+                )
             if results[0] != results[1]:
                 bad.append((case, results))
         return bad
@@ -123,7 +120,10 @@ def test_any_structure_arrives_as_it_was(ranks):
                 assert batch["empty"].shape == (0, 4) and batch["bool"].tolist() == [True]
                 assert batch["scalar"].ndim == 0 and batch["scalar"].dtype is torch.uint8
                 assert batch["complex"][0].item() == 1 + 2j and batch["strided"].tolist() == [[0, 3], [1, 4], [2, 5]]
-                assert batch["sparse"].to_dense().tolist() == [[1, 0], [0, 1]] and batch["nested"] == ({"a": [1, "b"]}, {3})
+                assert batch["sparse"].to_dense().tolist() == [[1, 0], [0, 1]] and batch["nested"] == (
+                    {"a": [1, "b"]},
+                    {3},
+                )
                 batch["bool"].logical_not_()  # tensors are one's own to write to
                 results.append(batch["tuple"].a.tolist())
         return results
@@ -155,7 +155,7 @@ def test_an_error_of_the_data_set_reaches_every_rank_after_the_batches_before(ra
         seen = []
         try:
             for batch in loader:
-                seen.append(batch.tolist())
+                seen.append(batch.tolist())  # noqa: PERF401 (kept when it raises)
         except Exception as error:
             return seen, type(error).__name__, str(error)
 
@@ -264,7 +264,9 @@ def test_one_batch_size_none_item_per_rank(ranks):
 
 def test_iterable_data_sets_are_dispatched_by_default(ranks):
     def run():
-        loader = prepare_data_loader(DataLoader(Stream(5), batch_size=2), num_processes=2, process_index=dist.get_rank())
+        loader = prepare_data_loader(
+            DataLoader(Stream(5), batch_size=2), num_processes=2, process_index=dist.get_rank()
+        )
         return loader._drivetrain.context.channel is not None, [b.tolist() for b in loader]
 
     assert ranks.run(run) == [(True, [[0, 1], [4]]), (True, [[2, 3], [4]])]

@@ -289,7 +289,9 @@ def test_a_worker_that_raises_on_one_rank_is_that_ranks_error(ranks):
             return i
 
     def run():
-        multiprocessing.current_process()._config["daemon"] = False  # the pool's ranks are daemons, which may not have workers
+        multiprocessing.current_process()._config["daemon"] = (
+            False  # the pool's ranks are daemons, which may not have workers
+        )
         loader = prepare(DataLoader(Breaks(), batch_size=2, num_workers=1, multiprocessing_context="fork"))
         for _ in loader:
             dist.all_reduce(torch.zeros(1))  # training: rank 0 waits here
