@@ -152,7 +152,7 @@ def bench(session: nox.Session) -> None:
     editable = [str(part) for package in PACKAGES for part in ("-e", package)]
     requirements = str(ROOT / "tests" / "benchmarks" / "requirements.txt")
     session.install("--quiet", "-c", str(CONSTRAINTS), *editable, "-r", requirements)
-    session.run("python", "-m", "benchmarks", *session.posargs, env={"PYTHONPATH": str(ROOT / "tests")})
+    session.run("python", "-m", "tests.benchmarks", *session.posargs)
 
 
 @nox.session

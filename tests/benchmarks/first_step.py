@@ -25,8 +25,7 @@ def main() -> None:
     elif peer == "fabric":
         from lightning_fabric import Fabric
 
-        fabric = Fabric()  # `fabric run` passes its choices on
-        fabric.launch()
+        fabric = Fabric()  # its launcher passes its choices on
         model, optimizer = fabric.setup(model, optimizer)
         loader = fabric.setup_dataloaders(loader)
         backward = fabric.backward

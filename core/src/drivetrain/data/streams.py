@@ -14,6 +14,7 @@ from drivetrain.data.feeds import END, Context, Feed, Pairs, ahead_of, cut_batch
 from drivetrain.data.iterable import Packet, Resume, RoundStream, StreamPosition, has_state, holds_place, round_of
 from drivetrain.data.plan import Layout, cut_round
 from drivetrain.data.random import derive_seed
+from drivetrain.data.seeding import batch_seed
 from drivetrain.errors import CheckpointError, DistributedOperationError
 
 __all__ = ["ShardedStreamFeed", "StreamFeed"]
@@ -140,7 +141,7 @@ class StreamFeed(Feed):
             reader.forget_workers()  # persistent ones wouldn't see where to begin
             first = sum(p.rounds for p in resume.positions.values()) - resume.first_worker
         self._stream.resume = resume
-        requests = (([0], derive_seed(seed, number)) for number in count(first))
+        requests = (([0], batch_seed(seed, number)) for number in count(first))
         packets = reader.read(requests, 0, derive_seed(seed, 2**61))
         for packet in packets:
             self._stream.resume = None  # by now it was used, or copied to the workers
@@ -245,15 +246,13 @@ class ShardedStreamFeed(StreamFeed):
 
     def _received(self, counts: list[int], before: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
         """Samples in each rank's batch: its last one's again, where it has no other."""
-        if layout.even == "repeat" and all(counts):
-            return layout.shares
         received = tuple(n or old for n, old in zip(counts, before, strict=True))
         if 0 in received:
             raise DistributedOperationError(
                 f"The shard of rank {received.index(0)} is empty, so it has no batch for a step that the others make. "
                 "Use at least as many shards as ranks, or even_batches=False."
             )
-        return received
+        return layout.shares if layout.even == "repeat" else received
 
     def _stream_layout(self, layout: Layout) -> Layout:
         return replace(layout, world=1, round_rows=layout.shares[self.context.ranks.index])
