@@ -235,16 +235,16 @@ def product(profiler):
     return next(e for e in profiler.events() if e.name == "aten::mm")
 
 
-@effect("ProfileKwargs.activities", (["cpu"], True), (["cuda"], False))
+@effect("ProfileKwargs.activities", (["cpu"], True), (["mtia"], "ConfigurationError"))
 def activities(value, folder):
     return any(e.name == "aten::mm" for e in profiled(activities=value).events() or [])
 
 
-@effect("ProfileKwargs.schedule_option", ({"active": 1, "repeat": 1}, True), ({"wait": 1, "active": 1}, False))
+@effect("ProfileKwargs.schedule_option", ({"active": 1, "repeat": 1}, True), ({"skip_first": 1, "active": 1}, False))
 def schedule_option(value, folder):
-    traced = []
-    profiled(schedule_option=value, on_trace_ready=traced.append)
-    return bool(traced)
+    recorded = []
+    profiled(schedule_option=value, on_trace_ready=lambda p: recorded.extend(e.name for e in p.events()))
+    return "aten::mm" in recorded
 
 
 @effect("ProfileKwargs.on_trace_ready", (None, 0), ("append", 1))
