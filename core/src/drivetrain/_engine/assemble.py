@@ -185,9 +185,9 @@ def _make_compiler(plan: PreparePlan) -> Compiler | None:
             f"dynamo_backend={plan.settings.dynamo_backend!r} compiles models, which the backend {plan.backend.name!r} can't. Leave it out."
         )
     options = plan.option(TorchDynamoPlugin)
-    arguments = options.to_kwargs()
-    regional = bool(arguments.pop("use_regional_compilation", False))
-    return Compiler({**arguments, "backend": plan.settings.dynamo_backend}, regional=regional)
+    return Compiler(
+        {**options.to_kwargs(), "backend": plan.settings.dynamo_backend}, regional=options.use_regional_compilation
+    )
 
 
 def _verify_ranks(registry: Registry, plan: PreparePlan) -> None:
