@@ -1,3 +1,32 @@
-"""Fixtures for all tests of the repository."""
+"""Fixtures for all tests of the repository, and the time that each package's tests took."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+
+import pytest
 
 pytest_plugins = ["drivetrain.testing.pytest_plugin"]
+
+_ROOT = pathlib.Path(__file__).parent
+_seconds: dict[str, float] = collections.defaultdict(float)
+
+
+def _package(path: str) -> str:
+    """The package that a test file belongs to: core, plugins/ddp, tests/integration."""
+    parts = pathlib.PurePath(path).parts
+    return "/".join(parts[: 1 if parts[0] == "core" else 2])
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up the time of setup, call and teardown."""
+    _seconds[_package(report.location[0])] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write the sums above the usual summary."""
+    if len(_seconds) > 1 or terminalreporter.config.option.verbose > 0:
+        terminalreporter.section("minutes per package")
+        for package, seconds in sorted(_seconds.items()):
+            terminalreporter.line(f"{seconds / 60:6.2f}  {package}")

@@ -58,7 +58,9 @@ def build(seed=0, who=None, **kwargs):
     np.random.seed(seed + who.rank)
     backend = plain_backend(who)
     backend.unwrap = lambda m: getattr(m, "module", m)
-    return PlainSession([model], [optimizer], [scheduler], loaders=[Shuffle(who.rank)], process=who, backend=backend, **kwargs)
+    return PlainSession(
+        [model], [optimizer], [scheduler], loaders=[Shuffle(who.rank)], process=who, backend=backend, **kwargs
+    )
 
 
 def rows(step):
@@ -185,7 +187,9 @@ def fail_on(rank, blocking=True, how="state"):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", ["state", "write"])
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_failure_on_one_rank_fails_everywhere_and_leaves_the_previous_checkpoint(ranks, tmp_path, rank, how, blocking):
+def test_a_failure_on_one_rank_fails_everywhere_and_leaves_the_previous_checkpoint(
+    ranks, tmp_path, rank, how, blocking
+):
     def run():
         train_and_save(tmp_path / "c", 1)
         _, manager = fail_on(rank, blocking, how)
@@ -208,7 +212,7 @@ def test_a_failure_on_one_rank_fails_everywhere_and_leaves_the_previous_checkpoi
 
 def test_a_failure_while_loading_is_seen_by_every_rank(ranks, tmp_path):
     def run():
-        session, manager = fail_on(1, how="load")
+        _, manager = fail_on(1, how="load")
         manager.save_state(tmp_path / "c")
         try:
             manager.load_state(tmp_path / "c")

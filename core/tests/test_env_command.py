@@ -9,7 +9,8 @@ from drivetrain._builtin.clusters import CLUSTERS
 from drivetrain._builtin.devices import DEVICES
 from drivetrain._engine.availability import detect_devices
 from drivetrain.cli import main
-from drivetrain.cli.env import describe_environment, without_secrets
+from drivetrain.cli.env import describe_environment
+from drivetrain.config.secrets import without_secrets
 
 
 def run(*arguments, **environ):

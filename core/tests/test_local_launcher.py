@@ -226,6 +226,40 @@ def test_a_users_excepthook_is_honoured_and_the_traceback_not_repeated(run):
     assert "Traceback" not in result.err
 
 
+def test_torchs_excepthook_is_not_a_users(run):
+    # init_process_group puts one around Python's that labels each line; the launcher still shows the traceback, once.
+    script = (
+        "import sys\n"
+        "def make(old_hook):\n"
+        "    def hook(*args): old_hook(*args)\n"
+        "    hook.__module__ = 'torch.distributed.distributed_c10d'\n"
+        "    return hook\n"
+        "{first}sys.excepthook = make(sys.excepthook)\n"
+        "raise ValueError('planted')\n"
+    )
+    result = run(script.format(first=""), 1)
+    assert result.err.count("Traceback") == 1
+    result = run(script.format(first="sys.excepthook = lambda *a: print('hooked', file=sys.stderr)\n"), 1)
+    assert result.err.count("hooked") == 1 and "Traceback" not in result.err
+
+
+def test_a_rank_that_is_stopped_while_it_ends_counts_as_the_failure_that_it_was(run):
+    # Both raise at once; the launcher's signal finds the first one still in its exit handlers.
+    script = (
+        "import atexit, os, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    atexit.register(time.sleep, 2)\n"
+        "    raise ValueError('first')\n"
+        "time.sleep(0.2)\n"
+        "raise ValueError('second')\n"
+    )
+    result = run(script, 2)
+    assert result.code == 1
+    assert "ValueError: first" in result.err and "rank 1 of 2 failed with exit code 1" in result.err
+    assert "rank 0 failed with exit code 1" in result.err and "ValueError: second" in result.err
+    assert "signal" not in result.err
+
+
 def test_a_failed_group_starts_again_and_can_succeed(run, tmp_path):
     script = (
         "import os\n"

@@ -183,6 +183,24 @@ def test_data_is_json():
     assert data["options"]["ProfileKwargs"]["on_trace_ready"]["value"] == "builtins.print"
 
 
+@dataclass
+class CloudOptions(Options):
+    api_key: str | None = None
+    address: str = ""
+    max_tokens: int = 3
+
+
+def test_secrets_are_not_shown():
+    cloud = BackendSpec(name="cloud", capabilities=frozenset(Capability), options=f"{__name__}:CloudOptions")
+    registry = MemoryRegistry([builtin], specs=[cloud])
+    options = CloudOptions(api_key="hunter2", address="https://me:hunter2@host", max_tokens=7)
+    result = resolve(Arguments.collect(backend=options), registry=registry, environ={}, availability=devices(registry))
+    assert result.options_of(cloud).api_key == "hunter2"
+    shown = json.dumps(result.to_dict()) + plan_text(result)
+    assert "hunter2" not in shown
+    assert result.to_dict()["options"]["CloudOptions"]["max_tokens"]["value"] == 7
+
+
 # -- equal on all ranks ------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from drivetrain._rank import current_local_rank, current_rank
 from drivetrain.errors import ConfigurationError
 from drivetrain.logging import get_logger
-from drivetrain.utils.tqdm import tqdm
+from drivetrain.utils import tqdm
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def no_rank(monkeypatch):
 def test_it_works_before_there_is_anything_and_needs_no_torch():
     code = (
         "import logging, sys; logging.basicConfig(); root = logging.getLogger().level\n"
-        "from drivetrain.logging import get_logger; from drivetrain.utils.tqdm import tqdm\n"
+        "from drivetrain.logging import get_logger; from drivetrain.utils import tqdm\n"
         "log = get_logger('x', 'DEBUG'); log.info('hello'); log.warning('all', main_process_only=False, in_order=True)\n"
         "assert list(tqdm(range(2), disable=True)) == [0, 1]\n"
         "assert 'torch' not in sys.modules and logging.getLogger().level == root\n"

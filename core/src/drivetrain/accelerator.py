@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,20 +13,23 @@ from drivetrain._engine.accumulation import Accumulator
 from drivetrain._engine.assemble import assemble, dismantle
 from drivetrain._engine.facade.checkpointing import CheckpointFacade
 from drivetrain._engine.facade.collectives import CollectiveFacade
+from drivetrain._engine.facade.gradients import GradientFacade
 from drivetrain._engine.facade.processes import ProcessFacade
+from drivetrain._engine.facade.timing import TimingFacade
 from drivetrain._engine.facade.tracking import TrackingFacade
 from drivetrain._engine.optimizer import PreparedOptimizer
 from drivetrain._engine.plan import PreparePlan
 from drivetrain._engine.prepare import PreparedObjects, kind_of
 from drivetrain._engine.scheduler import PreparedScheduler
+from drivetrain.config.handlers import ProfileKwargs
 from drivetrain.data.config import DataLoaderConfiguration
 from drivetrain.errors import ConfigurationError
-from drivetrain.interfaces import Precision, PrepareRequest
+from drivetrain.interfaces import PrepareRequest
 
 __all__ = ["Accelerator"]
 
 
-class Accelerator(ProcessFacade, CollectiveFacade, TrackingFacade, CheckpointFacade):
+class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade, TrackingFacade, CheckpointFacade):
     """Runs one training script on whatever it finds: one device, many, a cluster.
 
     Every argument that isn't given is taken from the environment (``DRIVETRAIN_<NAME>``), the configuration file, or the default, in
@@ -108,8 +111,6 @@ class Accelerator(ProcessFacade, CollectiveFacade, TrackingFacade, CheckpointFac
         self.gradient_state: Accumulator = parts.accumulator
         self._objects = PreparedObjects()
         self._custom_objects: list[Any] = []
-        self._step = 0
-        self._epoch = 0
         parts.registry.notify("drivetrain_after_start", accelerator=self)
 
     # -- what was chosen ---------------------------------------------------------------------------------------------------
@@ -155,18 +156,9 @@ class Accelerator(ProcessFacade, CollectiveFacade, TrackingFacade, CheckpointFac
         return AcceleratorState(self)
 
     @property
-    def scaler(self) -> Any:
-        """The gradient scaler of fp16, or None."""
-        return getattr(self._precision, "scaler", None) if self._precision.scales else None
-
-    @property
     def native_amp(self) -> bool:
         """Whether a mixed precision is on."""
         return self.mixed_precision != "no"
-
-    @property
-    def _precision(self) -> Precision:
-        return self.backend.precision
 
     @property
     def split_batches(self) -> bool:
@@ -321,10 +313,6 @@ class Accelerator(ProcessFacade, CollectiveFacade, TrackingFacade, CheckpointFac
         return self._objects.by_kind["model"]
 
     @property
-    def _optimizers(self) -> list[PreparedOptimizer]:
-        return self._objects.by_kind["optimizer"]
-
-    @property
     def _schedulers(self) -> list[PreparedScheduler]:
         return self._objects.by_kind["scheduler"]
 
@@ -344,7 +332,7 @@ class Accelerator(ProcessFacade, CollectiveFacade, TrackingFacade, CheckpointFac
         """
         inner = self.backend.unwrap(model)
         if not keep_fp32_wrapper:
-            inner = self._precision.unwrap_forward(inner)
+            inner = self.backend.precision.unwrap_forward(inner)
         if not keep_torch_compile:
             from drivetrain._engine.compile import uncompile
 
@@ -371,216 +359,26 @@ class Accelerator(ProcessFacade, CollectiveFacade, TrackingFacade, CheckpointFac
 
     clear = free_memory
 
-    # -- one micro-batch ---------------------------------------------------------------------------------------------------
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.gradient_state.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        self.gradient_state.num_steps = value
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the present micro-batch ends a window: gradients are reduced, optimizers and schedulers step."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self.gradient_state.sync_gradients = value
-
-    def accumulate(self, *models: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Context of one micro-batch: inside it, ``backward``, ``step`` and ``zero_grad`` do what the window needs.
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader that leaves out its first batches, in its next epoch only; later epochs are whole.
 
         Args:
-            *models: Models that are trained in it. Models trained alternately (a GAN's) have a window of their own each when each
-                is given to its own ``accumulate``.
-
-        Example:
-            >>> import torch
-            >>> from drivetrain import Accelerator
-            >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-            >>> model = torch.nn.Linear(1, 1)
-            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            >>> for x in torch.ones(4, 1, 1):
-            ...     with accelerator.accumulate(model):
-            ...         accelerator.backward(model(x).mean())
-            ...         optimizer.step()
-            ...         optimizer.zero_grad()
-            >>> accelerator.step
-            2
+            dataloader: A prepared loader.
+            num_batches: How many batches of this process to leave out.
         """
-        return self.gradient_state.window(models)
+        from drivetrain.data import skip_first_batches
 
-    def backward(self, loss: torch.Tensor, *, weight: Any = None, reduction: str = "mean", **kwargs: Any) -> None:
-        """Back-propagate, in place of ``loss.backward()``.
+        return skip_first_batches(dataloader, num_batches)
+
+    def profile(self, profile_handler: Any = None) -> contextlib.AbstractContextManager[Any]:
+        """Profile the block with ``torch.profiler``; with ``output_trace_dir`` each process writes a trace there.
 
         Args:
-            loss: The micro-batch's mean loss, a 0-d tensor. It is scaled so that a window's gradients are those of the mean over
-                all its rows on all processes.
-            weight: Number of items (tokens) that the loss is the mean of, a number or a 0-d tensor: gradients are then those of the
-                mean over all items of the window on all processes. Give it in every call of a window or in none.
-            reduction: "mean", or "sum" when ``loss`` is the sum over the items.
-            **kwargs: For ``Tensor.backward``.
+            profile_handler: A ``ProfileKwargs``; default: that of the constructor.
         """
-        self.gradient_state.backward(loss, weight=weight, reduction=reduction, **kwargs)
+        from drivetrain._engine.profiling import profile
 
-    @contextlib.contextmanager
-    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Keep this model's gradients local, where the backend can."""
-        self.backend.set_gradient_sync(model, False)
-        try:
-            yield
-        finally:
-            self.backend.set_gradient_sync(model, True)
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clip the window's gradients by their global norm.
-
-        Args:
-            parameters: Parameters of prepared models, or one tensor.
-            max_norm: The largest norm to leave.
-            norm_type: Which norm; 2 by default.
-
-        Returns:
-            The true norm over all processes before clipping, a 0-d tensor. Inside a window nothing is clipped, since the gradients
-            aren't complete: the norm returned is then that of the window before.
-        """
-        state = self.gradient_state
-        if not state.sync_gradients:
-            return self._last_norm()
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self._finalize_gradients(parameters)
-        self._norm = norm = self.backend.clip_grad_norm_(parameters, max_norm, norm_type)
-        return norm
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each element of the window's gradients to ``[-clip_value, clip_value]``; inside a window nothing is clipped."""
-        if self.gradient_state.sync_gradients:
-            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            self._finalize_gradients(parameters)
-            self.backend.clip_grad_value_(parameters, clip_value)
-
-    _norm: torch.Tensor | None = None
-
-    def _last_norm(self) -> torch.Tensor:
-        return torch.zeros((), device=self.device) if self._norm is None else self._norm
-
-    def _finalize_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Before clipping: gradients become the big batch's, unscaled, of each optimizer that has one of these parameters."""
-        state = self.gradient_state
-        if not (state.current.needs_correction or self._precision.scales):
-            return
-        wanted = {id(p) for p in parameters}
-        for optimizer in self._optimizers:
-            if any(id(p) in wanted for p in optimizer.parameters()):
-                state.finalize(optimizer.optimizer, optimizer.parameters)
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Undo the loss scale in the gradients of one optimizer, or several, or all; at most once per window."""
-        chosen = (
-            self._optimizers
-            if optimizer is None
-            else optimizer
-            if isinstance(optimizer, (list, tuple))
-            else [optimizer]
-        )
-        for one in chosen:
-            prepared = self._objects.find(one)
-            if prepared is not None and self.gradient_state.sync_gradients:
-                self.gradient_state.finalize(prepared.optimizer, prepared.parameters)
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether any prepared optimizer skipped its last step, because gradients overflowed on some process."""
-        return any(o.step_was_skipped for o in self._optimizers)
-
-    def autocast(self, autocast_handler: Any = None) -> contextlib.AbstractContextManager[Any]:
-        """Context in which code outside a prepared model's forward (a loss) computes in the chosen precision.
-
-        Args:
-            autocast_handler: An ``AutocastKwargs`` for this block.
-        """
-        given = {} if autocast_handler is None else autocast_handler.explicit()
-        return self._precision.autocast(**given)
-
-    @contextlib.contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: Any = None) -> Iterator[None]:
-        """Let processes run out of batches at different times inside this block.
-
-        Args:
-            joinables: Prepared models.
-            even_batches: For this block, ``even_batches`` of the prepared loaders.
-        """
-        changed = [(loader, loader.even_batches) for loader in self._dataloaders] if even_batches is not None else []
-        for loader, _ in changed:
-            loader.even_batches = even_batches
-        try:
-            with self.backend.join(list(joinables)) if self.use_distributed else contextlib.nullcontext():
-                yield
-        finally:
-            for loader, before in changed:
-                loader.even_batches = before
-
-    # -- time in the script ------------------------------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps so far; windows with several optimizers count once, skipped steps don't. Lives in the checkpoint."""
-        return self._step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._step = value
-
-    @property
-    def epoch(self) -> int:
-        """Epochs begun before the present one; set by `epochs`. Lives in the checkpoint."""
-        return self._epoch
-
-    @epoch.setter
-    def epoch(self, value: int) -> None:
-        self._epoch = value
-
-    def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Iterate over epochs, going on where a loaded checkpoint stopped, and ending early when training is asked to stop.
-
-        Example:
-            >>> from drivetrain import Accelerator
-            >>> list(Accelerator(cpu=True).epochs(3))
-            [0, 1, 2]
-        """
-        self._stopper.watch()
-        while self._epoch < num_epochs and not self._stopper.should_stop:
-            yield self._epoch
-            self._epoch += not self._stopper.should_stop  # the epoch that was left early goes on after a resume
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether all processes have agreed to stop here.
-
-        Requested by SIGTERM or SIGUSR1 (from the first time this is asked), `set_trigger`, `request_stop` or `stop_after` on any process; becomes true
-        on all processes after the same optimizer step, with no collective of its own.
-        """
-        self._stopper.watch()
-        return self._stopper.should_stop
-
-    def request_stop(self, reason: str = "requested") -> None:
-        """Ask all processes to stop (see `should_stop`)."""
-        self._stopper.watch()
-        self._stopper.request(reason)
-
-    def stop_after(self, seconds: float) -> None:
-        """Ask all processes to stop that many seconds from now (a job's time limit)."""
-        self._stopper.watch()
-        self._stopper.stop_after(seconds)
-
-    def _optimizer_stepped(self) -> None:
-        self._step += 1
-        if self._stopper.pending:
-            self._stopper.window_ended(self._step)
+        return profile(profile_handler or self.plan.option(ProfileKwargs), rank=self.process_index)
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 

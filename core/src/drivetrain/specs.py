@@ -248,8 +248,10 @@ class DeviceSpec(_Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec(_Spec):
-    """Which variables tell a process who it is. A table is enough for most; ``target`` may name a function
-    ``(environ: Mapping[str, str]) -> ProcessInfo | None`` for those that must compute (node lists).
+    """Which variables tell a process who it is.
+
+    A table is enough for most; ``target`` may name a function ``(environ: Mapping[str, str]) -> ProcessInfo | None`` for those that
+    must compute (node lists).
 
     Each variable field is a tuple of names, the first one set wins. A spec without any variable and ``target`` applies always
     (the plain process).

@@ -118,8 +118,9 @@ class BFloat16(_AutocastPrecision):
 
 
 class Float16(_AutocastPrecision):
-    """fp16 by autocast, with dynamic loss scaling; static with ``GradScalerKwargs(growth_factor=1, backoff_factor=1)``, none with
-    ``enabled=False``.
+    """fp16 by autocast, with loss scaling.
+
+    The scale is dynamic; static with ``GradScalerKwargs(growth_factor=1, backoff_factor=1)``, and none with ``enabled=False``.
 
     Overflow is found in the gradients after they were reduced, so every process finds the same. The scale adapts once per
     window, when the next one starts, so that several optimizers of one window share a scale.

@@ -69,6 +69,7 @@ class Window:
         self._batch: Any = None
         self._outer: Window | None = None
         self._told: set[int] = set()
+        self._normalized: set[int] = set()
         self.ran_backward = False
         self.reset()
 
@@ -83,7 +84,8 @@ class Window:
         self._items: torch.Tensor | None = None
         self._item_work: Any = None
         self._counted: Any = None  # the batch whose items were counted
-        self._normalized: set[int] = set()
+        if self._normalized:
+            self._normalized.clear()
         self.stepped = False
 
     def __enter__(self) -> Window:
@@ -95,10 +97,11 @@ class Window:
             owner.backend.end_window()
             self.reset()
             self.size = owner.num_steps
-            plan = loader.plan_window(owner.num_steps) if loader is not None and owner.sync_with_dataloader else None
-            if plan is not None:
-                self.size = plan.size
-                self._assumed = float(plan.global_rows)
+            if self.size > 1 and loader is not None and owner.sync_with_dataloader:
+                plan = loader.plan_window(self.size)
+                if plan is not None:
+                    self.size = plan.size
+                    self._assumed = float(plan.global_rows)
         else:
             self.index += 1
         self.ran_backward = False
@@ -313,8 +316,9 @@ class Accumulator:
 
     def finalize(self, optimizer: Any, parameters: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Make an optimizer's gradients those of the big batch, unscaled; cheap when there is nothing to do."""
-        if self.current.needs_correction:
-            self.current.correct(optimizer, parameters)
+        window = self.current
+        if window._items is not None or window._seen != window._assumed:  # `needs_correction`, without the call
+            window.correct(optimizer, parameters)
         if self.backend.precision.scales:
             self.backend.unscale_(optimizer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from drivetrain.errors import UnsupportedError
 from drivetrain.interfaces import Backend, BackendContext, Device
 from drivetrain.parallel.process import ProcessControl, Trigger
 from drivetrain.specs import Capability, ProcessInfo
-from drivetrain.tracking import TrackerHub
+from drivetrain.tracking import TrackerHub, TrackingOptions
 
 if TYPE_CHECKING:
     from drivetrain.interfaces import Precision
@@ -66,6 +67,7 @@ def assemble(given: Mapping[str, Any]) -> Parts:
         environ=os.environ,
         availability=detect_devices(registry.specs("device").values()),
     )
+    _tell_notes(plan)
     device = _make_device(registry, plan)
     backend = _make_backend(registry, plan, device)
     _check_exclusive(backend)
@@ -85,13 +87,7 @@ def assemble(given: Mapping[str, Any]) -> Parts:
         control=ProcessControl(plan.process, device=backend.device),
         trigger=Trigger(),
         stopper=Stopper(plan.process, synchronize=device.synchronize, key=_next_key()),
-        hub=TrackerHub.from_plan(
-            [*plan.trackers, *plan.tracker_objects],
-            process=plan.process,
-            logging_dir=plan.settings.logging_dir or plan.settings.project_dir,
-            read_later=backend.read_later,
-            settings=plan.options,
-        ),
+        hub=_make_hub(registry, plan, backend),
         loader_stack=stack,
         accumulator=Accumulator(
             backend,
@@ -142,6 +138,28 @@ def _make_backend(registry: Registry, plan: PreparePlan, device: Device) -> Back
     )
     backend: Backend = registry.load("backend", plan.backend.name)(plan.backend, context)
     return backend
+
+
+def _make_hub(registry: Registry, plan: PreparePlan, backend: Backend) -> TrackerHub:
+    """The hub; if no tracker was asked for and the script starts some all the same, they are the builtin one's files."""
+    trackers: list[Any] = [*plan.trackers, *plan.tracker_objects]
+    directory = plan.settings.logging_dir or plan.settings.project_dir
+    if not trackers:
+        trackers, directory = [registry.get("tracker", "jsonl")], directory or "runs"
+    return TrackerHub.from_plan(
+        trackers,
+        process=plan.process,
+        logging_dir=directory,
+        read_later=backend.read_later,
+        settings=plan.options,
+        options=plan.option(TrackingOptions),
+    )
+
+
+def _tell_notes(plan: PreparePlan) -> None:
+    """What is there and has no effect: told once, on the main process."""
+    if plan.notes and plan.process.rank == 0:
+        warnings.warn("\n".join(["Noted while setting up:", *(f"  - {note}" for note in plan.notes)]), stacklevel=4)
 
 
 def _make_compiler(plan: PreparePlan) -> Compiler | None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from drivetrain.config.options import Options
 from drivetrain.config.origins import DEFAULT, Origin
+from drivetrain.config.secrets import masked
 from drivetrain.config.settings import CoreSettings
 from drivetrain.errors import ConfigurationError
 from drivetrain.specs import (
@@ -211,30 +212,33 @@ class PreparePlan:
         return None if spec.options is None else self.options.get(class_name(spec.options))
 
     def rows(self) -> list[Row]:
-        """The plan as lines: what was chosen, every setting with its origin, what was rejected, what has no effect."""
+        """The plan as lines: what was chosen, every setting with its origin, what was rejected, what has no effect. Without secrets."""
         rows = [Row("chosen", c.kind, _with_plugin(c), _because(c)) for c in self.choices]
         for name, value in self.settings.to_dict().items():
-            rows.append(Row("settings", name, _text(value), str(self.origins.get(name, DEFAULT))))
+            rows.append(Row("settings", name, _text(value, name), str(self.origins.get(name, DEFAULT))))
         for cls, options in sorted(self.options.items()):
             for name, value in _fields(options).items():
                 origin = self.origins.get(f"{cls}.{name}", DEFAULT)
-                rows.append(Row("options", f"{cls}.{name}", _text(value), str(origin)))
+                rows.append(Row("options", f"{cls}.{name}", _text(value, name), str(origin)))
         rows.extend(Row("rejected", f"{r.kind} {r.name}", "", r.reason) for r in self.rejections)
         rows.extend(Row("notes", "", "", note) for note in self.notes)
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON-like data."""
+        """The plan as JSON-like data, without secrets."""
         return {
             "process": {f.name: getattr(self.process, f.name) for f in dataclasses.fields(self.process)},
             "chosen": [{**_plain_fields(c), "origin": str(c.origin)} for c in self.choices],
             "settings": {
-                name: {"value": _plain(value), "origin": str(self.origins.get(name, DEFAULT))}
+                name: {"value": masked(_plain(value), name), "origin": str(self.origins.get(name, DEFAULT))}
                 for name, value in self.settings.to_dict().items()
             },
             "options": {
                 cls: {
-                    name: {"value": _plain(value), "origin": str(self.origins.get(f"{cls}.{name}", DEFAULT))}
+                    name: {
+                        "value": masked(_plain(value), name),
+                        "origin": str(self.origins.get(f"{cls}.{name}", DEFAULT)),
+                    }
                     for name, value in _fields(options).items()
                 }
                 for cls, options in sorted(self.options.items())
@@ -314,8 +318,8 @@ def _plain(value: Any) -> Any:
     return f"{owner.__module__}.{owner.__qualname__}"
 
 
-def _text(value: Any) -> str:
-    plain = _plain(value)
+def _text(value: Any, name: str) -> str:
+    plain = masked(_plain(value), name)
     if isinstance(plain, list):
         return ", ".join(str(v) for v in plain) or "none"
     if isinstance(plain, bool):

@@ -11,7 +11,7 @@ __all__ = ["PreparedObjects", "kind_of"]
 
 
 def kind_of(thing: Any) -> str:
-    """ "model", "optimizer", "scheduler", "loader", or "other" (which passes through as it is).
+    """Sort an object: "model", "optimizer", "scheduler", "loader", or "other", which passes through as it is.
 
     A backend's placeholder says what it stands for with the attribute ``drivetrain_kind``.
 

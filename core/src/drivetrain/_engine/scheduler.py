@@ -53,8 +53,10 @@ class PreparedScheduler:
             follows = accumulator.inside is not None or not self._by_metric
             if follows and accumulator.adjust_scheduler and not accumulator.sync_gradients:
                 return
-            if follows and any(o.step_was_skipped for o in self.optimizers):
-                return
+            if follows:
+                for optimizer in self.optimizers:
+                    if optimizer.step_was_skipped:
+                        return
         self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -260,7 +260,9 @@ def remove_checkpoint(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         (path / MANIFEST).unlink()
         fsync_directory(path)
-    shutil.rmtree(path)
+    while path.exists():
+        with contextlib.suppress(FileNotFoundError):  # another process removes it at the same time
+            shutil.rmtree(path)
 
 
 @contextlib.contextmanager

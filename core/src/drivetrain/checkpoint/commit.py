@@ -42,7 +42,7 @@ from drivetrain.interfaces.checkpoint_format import CheckpointFormat
 __all__ = ["Target", "Transaction", "clean_leftovers", "recover", "remove_old", "wait_until_visible"]
 
 _HOST = re.sub(r"[^A-Za-z0-9]", "", platform.node())[:32] or "host"
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<purpose>saving|replaced)-(?:(?P<host>[A-Za-z0-9]+)-)?[0-9a-f]{12}")
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<purpose>opening|saving|replaced)-(?:(?P<host>[A-Za-z0-9]+)-)?[0-9a-f]{12}")
 _INTACT = "The checkpoint was not made; earlier ones are as they were."
 
 
@@ -135,9 +135,11 @@ class Transaction:
             clean_leftovers(target.folder)
             if target.name is not None:
                 _check_replaceable(target.path())
-            directory = target.folder / temporary_name(target.path().name, f"saving-{_HOST}")
-            directory.mkdir()
-            self._lock = DirectoryLock(directory)
+            # Locked before it has the name that others look at, so that nobody takes it for a leftover.
+            opening = target.folder / temporary_name(target.path().name, f"opening-{_HOST}")
+            opening.mkdir()
+            self._lock = DirectoryLock(opening)
+            directory = opening.rename(opening.with_name(opening.name.replace(".opening-", ".saving-")))
         self.directory = directory
         return str(directory)
 
@@ -222,11 +224,17 @@ def clean_leftovers(folder: Path) -> None:
             if not (folder / match["name"]).exists():
                 path.rename(folder / match["name"])
                 continue
-        elif match["host"] != _HOST and time.time() - path.stat().st_mtime < 24 * 3600:
+        elif (match["host"] != _HOST or match["purpose"] == "opening") and _is_young(path):
             continue  # a lock of another machine may be invisible here
         if not lock_is_held(path):
-            with contextlib.suppress(FileNotFoundError):
-                remove_checkpoint(path)
+            remove_checkpoint(path)
+
+
+def _is_young(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime < 24 * 3600
+    except FileNotFoundError:
+        return True
 
 
 def remove_old(path: Path) -> None:

@@ -107,7 +107,7 @@ class Manifest:
         }
         text = json.dumps(body, indent=1, allow_nan=False)
         assert text.endswith("\n}")
-        return f'{text[:-2]},\n "manifest_checksum": "{_self_checksum(text)}"\n}}\n'.encode()
+        return f'{text[:-2]},\n "manifest_checksum": "{_self_checksum(text)}"\n}}'.encode()
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:

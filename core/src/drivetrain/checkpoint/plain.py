@@ -34,7 +34,7 @@ from drivetrain.checkpoint.tensors import (
 )
 from drivetrain.errors import CheckpointError
 
-__all__ = ["Encoded", "decode", "dumps", "encode", "encode_parts", "loads"]
+__all__ = ["Encoded", "decode", "dumps", "encode", "encode_parts", "inline_tensor", "loads"]
 
 _MAX_DEPTH = 200
 #: Byte strings and raw arrays above this size go to a tensor instead of base64.
@@ -125,6 +125,20 @@ def decode(tree: Any, tensor: Callable[[str], Any], inline: Mapping[str, Any] | 
         (1, {2})
     """
     return _Decoder(tensor, inline or {}).decode(tree)
+
+
+def inline_tensor(small: Mapping[str, Any]) -> torch.Tensor:
+    """A tensor of `Encoded.inline`.
+
+    Example:
+        >>> inline_tensor(encode(torch.tensor(3), inline_limit=8).inline["state"])
+        tensor(3)
+    """
+    try:
+        data = base64.b64decode(small["data"], validate=True)
+        return tensor_from_bytes(data, dtype_from_name(small["dtype"]), small["shape"])
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"damaged tensor: {error}") from error
 
 
 def dumps(tree: Any) -> bytes:
@@ -405,11 +419,7 @@ class _Decoder:
     def tensor(self, name: str) -> Any:
         if name not in self._tensors:
             small = self._inline.get(name)
-            if small is None:
-                self._tensors[name] = self._fetch(name)
-            else:
-                data = base64.b64decode(small["data"], validate=True)
-                self._tensors[name] = tensor_from_bytes(data, dtype_from_name(small["dtype"]), small["shape"])
+            self._tensors[name] = self._fetch(name) if small is None else inline_tensor(small)
         return self._tensors[name]
 
     def pairs(self, content: Any) -> list[tuple[Any, Any]]:

@@ -178,8 +178,7 @@ def _optimizer_state(
     session: Session, source: Source, index: int, optimizer: Any, models: Sequence[torch.nn.Module]
 ) -> dict[str, Any]:
     content = content_name("optimizer", index)
-    tree, _, inline = source.raw_part(content)
-    state = decode(tree, _Stored, inline)
+    state = decode(source.raw_part(content)[0], _Stored)
     store = source.store(content)
     names = session.backend.parameter_names(models)
     parameters = {names[id(p)]: p for m in models for p in session.backend.unwrap(m).parameters() if id(p) in names}
@@ -199,7 +198,8 @@ def _optimizer_state(
 def _fill(value: Any, store: TensorStore, parameter: Any) -> Any:
     """Replace stand-ins by tensors; those of a sharded parameter's shape are sharded like it."""
     if isinstance(value, _Stored):
-        alike = is_dtensor(parameter) and store.shape(value.name) == tuple(parameter.shape)
+        # Scalars are step counts, which no optimizer shards.
+        alike = is_dtensor(parameter) and store.shape(value.name) == tuple(parameter.shape) != ()
         return store.read_like(value.name, parameter) if alike else store.read(value.name)
     if type(value) is dict:
         return {k: _fill(v, store, parameter) for k, v in value.items()}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from drivetrain.checkpoint.manifest import Manifest
-from drivetrain.checkpoint.plain import decode, loads
+from drivetrain.checkpoint.plain import decode, inline_tensor, loads
 from drivetrain.checkpoint.store import TensorStore
 from drivetrain.errors import CheckpointError
-from drivetrain.interfaces.checkpoint_format import CheckpointFormat
+from drivetrain.interfaces.checkpoint_format import CheckpointFormat, TensorReader
 
 __all__ = ["Source"]
 
@@ -54,28 +57,35 @@ class Source:
             raise CheckpointError(f"{path} can't be read: {error}") from error
 
     def store(self, content: str) -> TensorStore:
-        """The tensors with this content; empty if there are none."""
+        """The tensors with this content, those that stand in the JSON included; empty if there are none."""
         if content not in self._stores:
             names = self.manifest.holding(f"tensors:{content}")
             readers = [self._files.enter_context(self._format.open(self.directory / name)) for name in names]
-            self._stores[content] = TensorStore(readers, self._aliases(content))
+            small = TensorReader({n: inline_tensor(t) for n, t in self._inline(content).items()}, {})
+            self._stores[content] = TensorStore([*readers, small], self._aliases(content))
         return self._stores[content]
 
     def part(self, content: str) -> Any:
         """A part of the shared state, with its tensors."""
         return decode(*self.raw_part(content))
 
-    def raw_part(self, content: str) -> tuple[Any, Any, Any]:
+    def raw_part(self, content: str) -> tuple[Any, Callable[[str], torch.Tensor]]:
         """What `decode` needs for a part of the shared state."""
-        part = self.state["parts"][content]
         store = self.store(f"{content}.extra" if content.partition("_")[0] == "model" else content)
-        return part["tree"], store.read, part["inline"]
+        return self.state["parts"][content]["tree"], store.read
 
     def own(self, rank: int) -> dict[str, Any]:
         """The state of one rank."""
         document = self.document(f"rank:{rank}")
         tree: dict[str, Any] = decode(document["tree"], self.store(f"rank:{rank}").read, document["inline"])
         return tree
+
+    def _inline(self, content: str) -> dict[str, Any]:
+        kind, _, extra = content.partition(".")
+        if kind.partition("_")[0] == "model" and not extra:
+            return {}
+        small: dict[str, Any] = self.state["parts"].get(kind, {}).get("inline", {})
+        return small
 
     def _aliases(self, content: str) -> dict[str, str]:
         kind, _, index = content.partition("_")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -14,20 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from drivetrain.config.secrets import masked, without_secrets
 from drivetrain.config.settings import PREFIX, variable
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain._engine.availability import Availability
 
-__all__ = ["describe_environment", "env", "without_secrets"]
-
-_SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|COOKIE|(^|_)(AUTH|PWD|PAT)($|_)", re.IGNORECASE)
-_URL_USER = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^/\s@]+@", re.IGNORECASE)
-_URL_SECRET = re.compile(
-    r"(?P<name>[?&;][^=&;\s]*(?:token|key|secret|passw|sig|credential|auth)[^=&;\s]*=)[^&;\s]+", re.IGNORECASE
-)
-_LEFT_OUT = "(left out)"
+__all__ = ["describe_environment", "env"]
 
 #: Variables of others that change how a job runs, by prefix.
 _PREFIXES = (
@@ -103,18 +96,6 @@ def describe_environment(
         "variables": _variables(environ, clusters, availability),
         "configuration file": _configuration(config_file, environ),
     }
-
-
-def without_secrets(name: str, value: str) -> str:
-    """A value as it may be shown: nothing of what its name calls a secret, and URLs without credentials.
-
-    Example:
-        >>> without_secrets("MY_API_KEY", "abc"), without_secrets("PROXY", "http://me:pw@host:80/?token=x&b=1")
-        ('(left out)', 'http://(left out)@host:80/?token=(left out)&b=1')
-    """
-    if _SECRET_NAME.search(name):
-        return _LEFT_OUT
-    return _URL_SECRET.sub(rf"\g<name>{_LEFT_OUT}", _URL_USER.sub(rf"\g<scheme>{_LEFT_OUT}@", value))
 
 
 def _system() -> dict[str, str]:
@@ -220,15 +201,8 @@ def _configuration(path: str | None, environ: Mapping[str, str]) -> dict[str, st
     for section, values in {"": file.core, **file.sections}.items():
         for key, value in values.items():
             name = f"{section}.{key}" if section else key
-            shown[name] = without_secrets(name, json.dumps(_masked(value), default=str))
+            shown[name] = without_secrets(name, json.dumps(masked(value), default=str))
     return shown
-
-
-def _masked(value: Any) -> Any:
-    """Nested tables without what their keys call secrets."""
-    if isinstance(value, Mapping):
-        return {k: _LEFT_OUT if _SECRET_NAME.search(str(k)) else _masked(v) for k, v in value.items()}
-    return [_masked(v) for v in value] if isinstance(value, list) else value
 
 
 def _as_text(facts: Mapping[str, Mapping[str, str]]) -> str:

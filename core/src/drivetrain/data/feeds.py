@@ -23,7 +23,7 @@ from drivetrain.data.plan import Layout, Order, Plan, make_plan, remaining_order
 from drivetrain.data.random import derive_seed
 from drivetrain.data.ranks import Ranks
 from drivetrain.data.samplers import IndexSource, SamplerStream, items_per_round
-from drivetrain.data.seeding import BatchSeeder
+from drivetrain.data.seeding import BatchSeeder, batch_seed
 from drivetrain.data.shardings import GlobalShuffle
 from drivetrain.data.state import Progress
 from drivetrain.errors import CheckpointError, DrivetrainError
@@ -286,7 +286,7 @@ class MapFeed(Feed):
         rank, world = context.ranks.index, plan.layout.world
         stop = plan.steps[rank]
         seed = self._epoch_seed()
-        requests = ((plan.indices(step, rank), derive_seed(seed, step * world + rank)) for step in range(start, stop))
+        requests = ((plan.indices(step, rank), batch_seed(seed, step * world + rank)) for step in range(start, stop))
         batches = context.reader.read(requests, stop - start, derive_seed(seed, _WORKERS, rank))
         info = plan.info
         if context.reads_items:
@@ -321,7 +321,7 @@ class MapFeed(Feed):
         world = plan.layout.world
         seed = self._epoch_seed()
         places = [(step, r) for step in range(start, max(plan.steps)) for r in range(world) if step < plan.steps[r]]
-        requests = ((plan.indices(step, r), derive_seed(seed, step * world + r)) for step, r in places)
+        requests = ((plan.indices(step, r), batch_seed(seed, step * world + r)) for step, r in places)
         batches = self.context.reader.read(requests, len(places), derive_seed(seed, _WORKERS, 0))
         for step in range(start, max(plan.steps)):
             parts = [next(batches) if step < plan.steps[r] else None for r in range(world)]
@@ -334,7 +334,7 @@ class MapFeed(Feed):
         requests = (
             (
                 [i for r in range(world) if step < plan.steps[r] for i in plan.indices(step, r)],
-                derive_seed(seed, step * world),
+                batch_seed(seed, step * world),
             )
             for step in range(start, max(plan.steps))
         )
@@ -386,7 +386,7 @@ class SamplerFeed(Feed):
         indices = stream.batches(before + progress.taken * items_per_round(layout))
         rank, world, start = context.ranks.index, layout.world, progress.taken
         requests = (
-            (batch, derive_seed(seed, step * world + rank)) for step, batch in zip(count(start), indices, strict=False)
+            (batch, batch_seed(seed, step * world + rank)) for step, batch in zip(count(start), indices, strict=False)
         )
         batches = context.reader.read(requests, 0, derive_seed(seed, _WORKERS, rank))
         return self._ahead(batches, stream, start)

@@ -16,8 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from drivetrain.data.batch import Round
 from drivetrain.data.plan import Layout, cut_round
-from drivetrain.data.random import derive_seed
-from drivetrain.data.seeding import seed_generators
+from drivetrain.data.seeding import batch_seed, seed_generators
 
 __all__ = [
     "Packet",
@@ -170,7 +169,7 @@ class RoundStream(IterableDataset[Packet]):
         left = position.rows
         for number in range(position.rounds + 1):  # each round under its own seed, as when it was read
             if resume.epoch_seed is not None:
-                seed_generators(derive_seed(resume.epoch_seed, number * workers + worker))
+                seed_generators(batch_seed(resume.epoch_seed, number * workers + worker))
             rows = iter(self.dataset) if rows is None else rows
             skip = min(resume.round_rows, left) if number < position.rounds - 1 else left
             left -= skip

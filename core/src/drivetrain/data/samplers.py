@@ -48,10 +48,9 @@ class IndexSource:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        pairs, self._pairs = self._pairs, iter(())
-        if self._seeds:
-            return (Seeded(indices, seed) for indices, seed in pairs)
-        return (indices for indices, _ in pairs)
+        if self._seeds:  # torch may ask twice, and reads only the second iterator
+            return (Seeded(indices, seed) for indices, seed in self._pairs)
+        return (indices for indices, _ in self._pairs)
 
 
 class SamplerStream:

@@ -35,7 +35,9 @@ class LoaderStack:
         #: Process group of rank 0's messages when dispatching, made when first needed.
         self.dispatch_group: Any = None
         self._loaders: list[Any] = []
-        self._prepared: weakref.WeakKeyDictionary[DataLoader[Any], PreparedDataLoader[Any]] = weakref.WeakKeyDictionary()
+        self._prepared: weakref.WeakKeyDictionary[DataLoader[Any], PreparedDataLoader[Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._made = 0
 
     def enter(self, loader: Any) -> None:

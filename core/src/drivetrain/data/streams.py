@@ -14,6 +14,7 @@ from drivetrain.data.feeds import END, Context, Feed, Pairs, ahead_of, cut_batch
 from drivetrain.data.iterable import Packet, Resume, RoundStream, StreamPosition, has_state, holds_place, round_of
 from drivetrain.data.plan import Layout, cut_round
 from drivetrain.data.random import derive_seed
+from drivetrain.data.seeding import batch_seed
 from drivetrain.errors import CheckpointError, DistributedOperationError
 
 __all__ = ["ShardedStreamFeed", "StreamFeed"]
@@ -140,7 +141,7 @@ class StreamFeed(Feed):
             reader.forget_workers()  # persistent ones wouldn't see where to begin
             first = sum(p.rounds for p in resume.positions.values()) - resume.first_worker
         self._stream.resume = resume
-        requests = (([0], derive_seed(seed, number)) for number in count(first))
+        requests = (([0], batch_seed(seed, number)) for number in count(first))
         packets = reader.read(requests, 0, derive_seed(seed, 2**61))
         for packet in packets:
             self._stream.resume = None  # by now it was used, or copied to the workers

@@ -55,7 +55,7 @@ def drivetrain_before_prepare(accelerator: Accelerator, objects: tuple[Any, ...]
     Example:
         >>> from drivetrain.hookspecs import hookimpl
         >>> @hookimpl
-        ... def drivetrain_before_prepare(accelerator, objects, ...]):
+        ... def drivetrain_before_prepare(accelerator, objects):
         ...     print(len(objects), "objects")
     """
     raise NotImplementedError
@@ -77,7 +77,7 @@ def drivetrain_after_prepare(accelerator: Accelerator, objects: tuple[Any, ...])
     Example:
         >>> from drivetrain.hookspecs import hookimpl
         >>> @hookimpl
-        ... def drivetrain_after_prepare(accelerator, objects, ...]):
+        ... def drivetrain_after_prepare(accelerator, objects):
         ...     print(len(objects), "objects")
     """
     raise NotImplementedError

@@ -10,8 +10,9 @@ __all__ = ["DataSharding"]
 
 
 class DataSharding:
-    """Turns the epoch's global order of batches into this rank's batches. Pure index arithmetic: every rank can compute every
-    rank's share, so counts need no communication.
+    """Turns the epoch's global order of batches into this rank's batches.
+
+    Pure index arithmetic: every rank can compute every rank's share, so counts need no communication.
 
     Args:
         spec: The descriptor.

@@ -82,11 +82,14 @@ def failure(
 ) -> RankFailure:
     """Put together how a rank ended from its exit code and its record."""
     record = read_record(error_file, pid)
+    raised = bool(record.get("py_callstack"))
+    if raised and stopped and returncode < 0:
+        returncode = 1  # our signal came while it was ending by itself
     return RankFailure(
         rank=rank,
         returncode=returncode,
         time=min(ended, float(record.get("time", record.get("timestamp", ended)))),
-        stopped=stopped and not record.get("py_callstack"),
+        stopped=stopped and not raised,
         message=record.get("message", ""),
         traceback=record.get("py_callstack", ""),
         shown=bool(record.get("shown", False)),

@@ -20,6 +20,7 @@ from types import CodeType, ModuleType, TracebackType
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # the typing module itself isn't needed in a rank
+    from collections.abc import Callable
     from typing import Any
 
 #: Seconds that a rank has from its uncaught exception to its end: exit handlers may still upload or flush something.
@@ -62,12 +63,22 @@ def _fail(error: BaseException) -> None:
 
     error.__traceback__ = _users_part(error)
     hook = sys.excepthook
-    custom = hook is not sys.__excepthook__
+    custom = _is_users(hook)
     recorded = _record(error, shown=custom)
     faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
     if custom or not recorded:
         hook(type(error), error, error.__traceback__)
     raise SystemExit(1)
+
+
+def _is_users(hook: Callable[..., object]) -> bool:
+    """Whether an excepthook is neither Python's nor the one that torch puts around it, which labels lines with the rank."""
+    while getattr(hook, "__module__", "").startswith("torch."):
+        cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
+        if "old_hook" not in cells:
+            return False
+        hook = cells["old_hook"].cell_contents
+    return hook is not sys.__excepthook__
 
 
 def _script(path: str) -> tuple[CodeType, ModuleType]:

@@ -80,7 +80,7 @@ def gather(tensor: Any, *, group: dist.ProcessGroup | None = None, debug: bool |
         flag=int(_debug(debug)),
         group=group,
     )
-    if any(frames.flags) and any(other != rows for other in frames.sizes):
+    if any(frames.flags) and any(list(other) != rows for other in frames.sizes):
         raise DistributedOperationError(_uneven_text(leaves, frames.sizes, group))
     results = _gather_leaves("gather", leaves, frames, group)
     return replace(tensor, leaves, results)
@@ -96,17 +96,17 @@ def _gather_leaves(
     what: str, leaves: Sequence[Leaf], frames: Frames, group: dist.ProcessGroup | None
 ) -> list[torch.Tensor]:
     if all_inline(leaves, frames):
-        return _concatenate(leaves, frames.sizes, list(frames.inline))
+        return _concatenate(leaves, frames.sizes, frames.inline)
     results: list[torch.Tensor | None] = [None] * len(leaves)
     for part in _parts(leaves, max(frames.payload_bytes)):
-        sizes = [[rows[i] for i in part] for rows in frames.sizes]
+        sizes = [tuple([rows[i] for i in part]) for rows in frames.sizes]
         for i, result in zip(part, _gather_part(what, [leaves[i] for i in part], sizes, group), strict=True):
             results[i] = result
     return [r for r in results if r is not None]
 
 
 def _gather_part(
-    what: str, leaves: Sequence[Leaf], sizes: list[list[int]], group: dist.ProcessGroup | None
+    what: str, leaves: Sequence[Leaf], sizes: Sequence[Sequence[int]], group: dist.ProcessGroup | None
 ) -> list[torch.Tensor]:
     """Gather tensors of one device type with one collective, padded to the rank that has most; none if nobody has any."""
     device = leaves[0].tensor.device
@@ -120,10 +120,21 @@ def _gather_part(
     if even:  # the blocks follow each other without a gap: the output is the result
         shape = (len(sizes) * sizes[0][0], *leaves[0].row_shape)
         return [output.view(leaves[0].tensor.dtype).view(shape).to(device)]
-    return [t.to(device) for t in _concatenate(leaves, sizes, list(output.view(len(sizes), block)))]
+    return [t.to(device) for t in _concatenate(leaves, sizes, output.view(len(sizes), block))]
 
 
-def _concatenate(leaves: Sequence[Leaf], sizes: list[list[int]], buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+def _concatenate(leaves: Sequence[Leaf], sizes: Sequence[Sequence[int]], buffers: torch.Tensor) -> list[torch.Tensor]:
+    """The gathered tensors out of ``[world, bytes]`` packed buffers."""
+    first = sizes[0]
+    if not any(rows != first for rows in sizes):  # every part starts at the same place on each rank
+        results = []
+        offset = 0
+        for leaf, n in zip(leaves, first, strict=True):
+            size = n * leaf.row_bytes
+            part = buffers[:, offset : offset + size].contiguous().view(leaf.tensor.dtype)
+            results.append(part.view(len(sizes) * n, *leaf.row_shape))
+            offset += align(size)
+        return results
     ranks = []
     for rows, buffer in zip(sizes, buffers, strict=True):
         likes = [(leaf.tensor.dtype, (n, *leaf.row_shape)) for leaf, n in zip(leaves, rows, strict=True)]
@@ -145,7 +156,7 @@ def _parts(leaves: Sequence[Leaf], largest: int) -> Iterable[list[int]]:
     return types.values()
 
 
-def _uneven_text(leaves: Sequence[Leaf], sizes: list[list[int]], group: dist.ProcessGroup | None) -> str:
+def _uneven_text(leaves: Sequence[Leaf], sizes: Sequence[Sequence[int]], group: dist.ProcessGroup | None) -> str:
     lines = []
     for rank, rows in zip(global_ranks(group), sizes, strict=True):
         shapes = [f"{leaf.path}{[n, *leaf.row_shape]}" for leaf, n in zip(leaves, rows, strict=True)]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain._lazy import load_target
+from drivetrain.errors import EnvironmentDetectionError
 from drivetrain.parallel.distributed_type import DistributedType
 from drivetrain.parallel.process import ProcessControl
 from drivetrain.parallel.process_group import ProcessGroupHandle, init_process_group
@@ -135,11 +136,12 @@ def _detect_process(environ: Mapping[str, str]) -> ProcessInfo:
 def _choose_device(cpu: bool) -> DeviceSpec:
     specs = load_target("drivetrain._plugins:get_registry")().specs("device")
     available = load_target("drivetrain._engine.availability:detect_devices")(specs.values())
-    usable = available.known() if cpu else available.everything()
-    for name, spec in usable.items():
-        if (spec.torch_type == "cpu" or not cpu) and available.status(name).available:
+    if cpu:
+        return available.known()["cpu"]  # type: ignore[no-any-return]
+    for name, spec in available.everything().items():  # the highest priority first; the CPU is always there
+        if available.status(name).available:
             return spec  # type: ignore[no-any-return]
-    raise AssertionError("the CPU is always registered")
+    raise EnvironmentDetectionError("No device can be used here, not even the CPU: is the builtin plugin disabled?")
 
 
 def _place(spec: DeviceSpec, process: ProcessInfo) -> torch.device:

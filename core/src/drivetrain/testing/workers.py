@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 __all__ = ["RemoteError", "WorkerPool"]
@@ -153,7 +154,7 @@ class WorkerPool:
 
 def _is_installed(module: Any) -> bool:
     file = getattr(module, "__file__", None)
-    return file is None or ("/tests/" not in file.replace("\\", "/") and not os.path.basename(file).startswith("test_"))
+    return file is None or not ("tests" in Path(file).parts or Path(file).name.startswith("test_"))
 
 
 def _free_port() -> int:

@@ -1,0 +1,189 @@
+"""One micro-batch: backward, clipping, and where a window ends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from drivetrain._engine.accumulation import Accumulator
+    from drivetrain._engine.optimizer import PreparedOptimizer
+    from drivetrain._engine.prepare import PreparedObjects
+    from drivetrain.interfaces import Backend
+
+__all__ = ["GradientFacade"]
+
+
+class GradientFacade:
+    """Accumulation, backward, clipping, mixed precision."""
+
+    backend: Backend
+    gradient_state: Accumulator
+    _objects: PreparedObjects
+    _norm: torch.Tensor | None = None
+
+    @property
+    def _optimizers(self) -> list[PreparedOptimizer]:
+        return self._objects.by_kind["optimizer"]
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler of fp16, or None."""
+        precision = self.backend.precision
+        return getattr(precision, "scaler", None) if precision.scales else None
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.gradient_state.num_steps = value
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the present micro-batch ends a window: gradients are reduced, optimizers and schedulers step."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    def accumulate(self, *models: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Context of one micro-batch: inside it, ``backward``, ``step`` and ``zero_grad`` do what the window needs.
+
+        Args:
+            *models: Models that are trained in it. Models trained alternately (a GAN's) have a window of their own each when each
+                is given to its own ``accumulate``.
+
+        Example:
+            >>> import torch
+            >>> from drivetrain import Accelerator
+            >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> for x in torch.ones(4, 1, 1):
+            ...     with accelerator.accumulate(model):
+            ...         accelerator.backward(model(x).mean())
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+            >>> accelerator.step
+            2
+        """
+        return self.gradient_state.window(models)
+
+    def backward(self, loss: torch.Tensor, *, weight: Any = None, reduction: str = "mean", **kwargs: Any) -> None:
+        """Back-propagate, in place of ``loss.backward()``.
+
+        Args:
+            loss: The micro-batch's mean loss, a 0-d tensor. It is scaled so that a window's gradients are those of the mean over
+                all its rows on all processes.
+            weight: Number of items (tokens) that the loss is the mean of, a number or a 0-d tensor: gradients are then those of the
+                mean over all items of the window on all processes. Give it in every call of a window or in none.
+            reduction: "mean", or "sum" when ``loss`` is the sum over the items.
+            **kwargs: For ``Tensor.backward``.
+        """
+        self.gradient_state.backward(loss, weight=weight, reduction=reduction, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Keep this model's gradients local, where the backend can."""
+        self.backend.set_gradient_sync(model, False)
+        try:
+            yield
+        finally:
+            self.backend.set_gradient_sync(model, True)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clip the window's gradients by their global norm.
+
+        Args:
+            parameters: Parameters of prepared models, or one tensor.
+            max_norm: The largest norm to leave.
+            norm_type: Which norm; 2 by default.
+
+        Returns:
+            The true norm over all processes before clipping, a 0-d tensor. Inside a window nothing is clipped, since the gradients
+            aren't complete: the norm returned is then that of the window before.
+        """
+        state = self.gradient_state
+        if not state.sync_gradients:
+            return self._last_norm()
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._finalize_gradients(parameters)
+        self._norm = norm = self.backend.clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each element of the window's gradients to ``[-clip_value, clip_value]``; inside a window nothing is clipped."""
+        if self.gradient_state.sync_gradients:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            self._finalize_gradients(parameters)
+            self.backend.clip_grad_value_(parameters, clip_value)
+
+    def _last_norm(self) -> torch.Tensor:
+        return torch.zeros((), device=self.backend.device) if self._norm is None else self._norm
+
+    def _finalize_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Before clipping: gradients become the big batch's, unscaled, of each optimizer that has one of these parameters."""
+        state = self.gradient_state
+        if not (state.current.needs_correction or self.backend.precision.scales):
+            return
+        wanted = {id(p) for p in parameters}
+        for optimizer in self._optimizers:
+            if any(id(p) in wanted for p in optimizer.parameters()):
+                state.finalize(optimizer.optimizer, optimizer.parameters)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Undo the loss scale in the gradients of one optimizer, or several, or all; at most once per window."""
+        chosen = (
+            self._optimizers
+            if optimizer is None
+            else optimizer
+            if isinstance(optimizer, (list, tuple))
+            else [optimizer]
+        )
+        for one in chosen:
+            prepared = self._objects.find(one)
+            if prepared is not None and self.gradient_state.sync_gradients:
+                self.gradient_state.finalize(prepared.optimizer, prepared.parameters)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether any prepared optimizer skipped its last step, because gradients overflowed on some process."""
+        return any(o.step_was_skipped for o in self._optimizers)
+
+    def autocast(self, autocast_handler: Any = None) -> contextlib.AbstractContextManager[Any]:
+        """Context in which code outside a prepared model's forward (a loss) computes in the chosen precision.
+
+        Args:
+            autocast_handler: An ``AutocastKwargs`` for this block.
+        """
+        given = {} if autocast_handler is None else autocast_handler.explicit()
+        return self.backend.precision.autocast(**given)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: Any = None) -> Iterator[None]:
+        """Let processes run out of batches at different times inside this block.
+
+        Args:
+            joinables: Prepared models.
+            even_batches: For this block, ``even_batches`` of the prepared loaders.
+        """
+        changed = (
+            [(loader, loader.even_batches) for loader in self._objects.by_kind["loader"]]
+            if even_batches is not None
+            else []
+        )
+        for loader, _ in changed:
+            loader.even_batches = even_batches
+        try:
+            with self.backend.join(list(joinables)) if self.backend.data_world_size > 1 else contextlib.nullcontext():
+                yield
+        finally:
+            for loader, before in changed:
+                loader.even_batches = before
