@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from drivetrain._engine.accumulation import Accumulator
-from drivetrain._engine.assemble import assemble
+from drivetrain._engine.assemble import assemble, dismantle
 from drivetrain._engine.facade.checkpointing import CheckpointFacade
 from drivetrain._engine.facade.collectives import CollectiveFacade
 from drivetrain._engine.facade.gradients import GradientFacade
@@ -388,7 +388,7 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
         self._finish_checkpoints()
         self._hub.finish()
         self._stopper.close()
-        self.backend.teardown()
+        dismantle(self._parts)
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Accelerator:
         return self  # it stands for the job, of which there is one

@@ -30,7 +30,7 @@ from drivetrain.tracking import TrackerHub, TrackingOptions
 if TYPE_CHECKING:
     from drivetrain.interfaces import Precision
 
-__all__ = ["Parts", "assemble"]
+__all__ = ["Parts", "assemble", "dismantle"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -198,8 +198,8 @@ def _verify_ranks(registry: Registry, plan: PreparePlan) -> None:
         verify_ranks(plan.fingerprint(), everything=registry.inventory())
 
 
-#: The living backend of each vendor whose state is process-wide. It mirrors that state, and so is the one thing of ours that is, too.
-_exclusive: weakref.WeakValueDictionary[str, Backend] = weakref.WeakValueDictionary()
+#: Living backends of vendors whose state is process-wide. It mirrors that state, and so is the one thing of ours that is, too.
+_exclusive: weakref.WeakSet[Backend] = weakref.WeakSet()
 
 
 def _check_exclusive(backend: Backend) -> None:
@@ -207,13 +207,18 @@ def _check_exclusive(backend: Backend) -> None:
     name = backend.spec.name
     if not backend.spec.exclusive:
         return
-    other = _exclusive.get(name)
-    if other is not None and other.context.options != backend.context.options:
+    if any(b.spec.name == name and b.context.options != backend.context.options for b in _exclusive):
         raise UnsupportedError(
             f"The backend {name!r} keeps its state for the whole process, and an Accelerator with other settings uses it: "
-            "call end_training() on that one and drop it first, or use the same settings."
+            "call end_training() on that one first, or use the same settings."
         )
-    _exclusive[name] = backend
+    _exclusive.add(backend)
+
+
+def dismantle(parts: Parts) -> None:
+    """Undo what `assemble` did to the process."""
+    parts.backend.teardown()
+    _exclusive.discard(parts.backend)
 
 
 _counter = iter(range(10**9))

@@ -168,6 +168,13 @@ class Backend:
         """The user's model under what `wrap_model` put around it."""
         return model
 
+    def optimizer_parameters(self, optimizer: Any) -> list[torch.Tensor]:
+        """The parameters of models that an optimizer updates, as the models have them, in the order of its groups.
+
+        A backend whose optimizer works on buffers of its own (flat shards, fp32 copies) says here which parameters they stand for.
+        """
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
     # -- one accumulation window -------------------------------------------------------------------------------------------
 
     def set_gradient_sync(self, model: torch.nn.Module, enabled: bool) -> None:
