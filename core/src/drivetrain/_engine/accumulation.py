@@ -283,9 +283,12 @@ class Accumulator:
         return window
 
     def forget(self) -> None:
-        """Drop all windows (their models go away)."""
+        """Drop all windows: their models and optimizers go away."""
         self._windows.clear()
         self.current = self._outside
+        self._outside.reset()
+        self.sync_gradients = True
+        self.optimizers = 0
 
     def item_reference(self, weight: Any) -> float:
         """A constant near the number of items of a window, agreed by all ranks when the first weight is seen.

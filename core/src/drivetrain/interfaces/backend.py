@@ -109,7 +109,7 @@ class Backend:
         self.context.device.activate(self.device)
 
     def teardown(self) -> None:
-        """Undo `setup`; called by ``end_training`` and at exit. Idempotent."""
+        """Undo `setup`; called by ``end_training``. Idempotent."""
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
