@@ -59,7 +59,7 @@ class PartialState(ProcessControl):
         device_backend: str | None = None,
     ) -> None:
         if process is None:
-            process = _detect_process(os.environ)
+            process = detect_process(os.environ)
         if device is None:
             spec = _choose_device(cpu or _flag("DRIVETRAIN_CPU"))
             device, device_backend = _place(spec, process), spec.communication_backend
@@ -118,7 +118,7 @@ class PartialState(ProcessControl):
         )
 
 
-def _detect_process(environ: Mapping[str, str]) -> ProcessInfo:
+def detect_process(environ: Mapping[str, str]) -> ProcessInfo:
     """Ask the registered clusters; where none applies, a process group that the script made itself knows rank and world size."""
     clusters = load_target("drivetrain._plugins:get_registry")().specs("cluster").values()
     process: ProcessInfo = load_target("drivetrain._engine.detect:detect_process")(clusters, environ)
