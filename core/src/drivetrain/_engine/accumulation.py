@@ -283,9 +283,12 @@ class Accumulator:
         return window
 
     def forget(self) -> None:
-        """Drop all windows (their models go away)."""
+        """Drop all windows: their models and optimizers go away."""
         self._windows.clear()
         self.current = self._outside
+        self._outside.reset()
+        self.sync_gradients = True
+        self.optimizers = 0
 
     def item_reference(self, weight: Any) -> float:
         """A constant near the number of items of a window, agreed by all ranks when the first weight is seen.
@@ -328,6 +331,11 @@ class Accumulator:
     def is_open(self) -> bool:
         """Whether any window has gradients that no step has used."""
         return any(not w.last for w in self._windows.values())
+
+    @property
+    def counts_items(self) -> bool:
+        """Whether an open window's losses are weighted with item counts."""
+        return any(w._items is not None for w in self._windows.values() if not w.last)
 
     def counters(self, models: Sequence[torch.nn.Module]) -> dict[str, Any]:
         """Where open windows stand: numbers that are equal on every rank."""
