@@ -329,6 +329,11 @@ class Accumulator:
         """Whether any window has gradients that no step has used."""
         return any(not w.last for w in self._windows.values())
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether losses of an open window were weighted with items."""
+        return any(bool(w._weighted) for w in self._windows.values() if not w.last)
+
     def counters(self, models: Sequence[torch.nn.Module]) -> dict[str, Any]:
         """Where open windows stand: numbers that are equal on every rank."""
         position = {id(m): i for i, m in enumerate(models)}

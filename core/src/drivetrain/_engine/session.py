@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -84,6 +84,11 @@ class AcceleratorSession:
     def mid_window(self) -> bool:
         """Whether an accumulation window is open."""
         return self._accelerator.gradient_state.is_open
+
+    @property
+    def window_reduction(self) -> Literal["sum", "mean"]:
+        """Weighted losses are divided by all ranks' items at the window's end; else each rank's gradients are a mean."""
+        return "sum" if self._accelerator.gradient_state.is_weighted else "mean"
 
     def window_state(self) -> Mapping[str, float]:
         """Sums over this rank's part of open windows."""
