@@ -21,7 +21,7 @@ from drivetrain._plugins import Registry, get_registry
 from drivetrain.checkpoint.project import ProjectConfiguration
 from drivetrain.config.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
 from drivetrain.data import DataLoaderConfiguration, LoaderStack
-from drivetrain.errors import UnsupportedError
+from drivetrain.errors import ConfigurationError, UnsupportedError
 from drivetrain.interfaces import Backend, BackendContext, Device
 from drivetrain.parallel.process import ProcessControl, Trigger
 from drivetrain.specs import Capability, ProcessInfo
@@ -92,7 +92,7 @@ def assemble(given: Mapping[str, Any]) -> Parts:
         accumulator=Accumulator(
             backend,
             stack,
-            num_steps=plan.settings.gradient_accumulation_steps,
+            num_steps=_calls_per_window(backend),
             sync_with_dataloader=accumulation.sync_with_dataloader,
             sync_each_batch=accumulation.sync_each_batch,
             adjust_scheduler=accumulation.adjust_scheduler,
@@ -100,6 +100,17 @@ def assemble(given: Mapping[str, Any]) -> Parts:
         dataloader_config=loaders,
         project_configuration=project,
     )
+
+
+def _calls_per_window(backend: Backend) -> int:
+    """How often a model is called in an accumulation window."""
+    steps, per_call = backend.context.gradient_accumulation_steps, backend.micro_batches_per_call
+    if steps % per_call:
+        raise ConfigurationError(
+            f"The backend {backend.spec.name!r} takes {per_call} micro-batches per call: gradient_accumulation_steps={steps} "
+            "must be a multiple of that."
+        )
+    return steps // per_call
 
 
 def _process_of_group() -> ProcessInfo | None:
