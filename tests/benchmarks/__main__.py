@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks``: run the benchmarks, print one table."""
+"""``python -m tests.benchmarks`` (or ``nox -s bench``): run the benchmarks, print one table."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Report:
 
 def main() -> int:
     """Run the chosen sections; the exit status is 1 if one fails, or misses a target with ``--strict``."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--peers", nargs="+", help="peers of the steps benchmark (default: all that are installed)")
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2], help="for the steps benchmark")

@@ -342,7 +342,10 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
         return inner
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget all prepared objects, collect garbage and give cached device memory back; returns a None for each argument.
+        """Forget all prepared objects and start counting anew; collect garbage and give cached device memory back.
+
+        Returns:
+            A None for each argument: assign them to the names that hold the objects.
 
         Example:
             >>> from drivetrain import Accelerator
@@ -354,7 +357,7 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
 
         self._objects.clear()
         self.gradient_state.forget()
-        self._step = 0
+        self._step = self._epoch = 0
         gc.collect()
         self._parts.device.empty_cache()
         return [None] * len(objects)

@@ -284,9 +284,12 @@ class Accumulator:
         return window
 
     def forget(self) -> None:
-        """Drop all windows (their models go away)."""
+        """Drop all windows: their models and optimizers go away."""
         self._windows.clear()
         self.current = self._outside
+        self._outside.reset()
+        self.sync_gradients = True
+        self.optimizers = 0
 
     def item_reference(self, weight: Any) -> float:
         """A constant near the number of items of a window, agreed by all ranks when the first weight is seen.
@@ -331,9 +334,9 @@ class Accumulator:
         return any(not w.last for w in self._windows.values())
 
     @property
-    def is_weighted(self) -> bool:
-        """Whether losses of an open window were weighted with items."""
-        return any(bool(w._weighted) for w in self._windows.values() if not w.last)
+    def counts_items(self) -> bool:
+        """Whether an open window's losses are weighted with item counts."""
+        return any(w._items is not None for w in self._windows.values() if not w.last)
 
     def counters(self, models: Sequence[torch.nn.Module]) -> dict[str, Any]:
         """Where open windows stand: numbers that are equal on every rank."""

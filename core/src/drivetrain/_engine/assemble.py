@@ -59,10 +59,8 @@ def assemble(given: Mapping[str, Any]) -> Parts:
     """
     registry = get_registry()
     registry.warn_broken()
-    arguments = dict(given)
-    split_batches = arguments.pop("split_batches", None)
     plan = resolve(
-        Arguments.collect(**arguments, process=_process_of_group()),
+        Arguments.collect(**_with_loaders(given), process=_process_of_group()),
         registry=registry,
         environ=os.environ,
         availability=detect_devices(registry.specs("device").values()),
@@ -75,10 +73,6 @@ def assemble(given: Mapping[str, Any]) -> Parts:
     _verify_ranks(registry, plan)
     stack = LoaderStack()
     accumulation = plan.option(GradientAccumulationPlugin)
-    loaders = plan.option(DataLoaderConfiguration)
-    if split_batches is not None:
-        loaders = loaders.replaced(split_batches=split_batches)
-    project = plan.option(ProjectConfiguration)
     return Parts(
         registry=registry,
         plan=plan,
@@ -97,8 +91,9 @@ def assemble(given: Mapping[str, Any]) -> Parts:
             sync_each_batch=accumulation.sync_each_batch,
             adjust_scheduler=accumulation.adjust_scheduler,
         ),
-        dataloader_config=loaders,
-        project_configuration=project,
+        # A copy: `accelerator.even_batches = ...` must not change another Accelerator that was given the same object.
+        dataloader_config=plan.option(DataLoaderConfiguration).replaced(),
+        project_configuration=plan.option(ProjectConfiguration),
     )
 
 
@@ -111,6 +106,25 @@ def _calls_per_window(backend: Backend) -> int:
             "must be a multiple of that."
         )
     return steps // per_call
+
+
+def _with_loaders(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with ``split_batches`` where it belongs.
+
+    Raises:
+        ConfigurationError: If ``dataloader_config`` says something else.
+    """
+    arguments = dict(given)
+    split_batches = arguments.pop("split_batches", None)
+    loaders = arguments.get("dataloader_config", DataLoaderConfiguration())
+    if split_batches is None or not isinstance(loaders, DataLoaderConfiguration):
+        return arguments
+    said = loaders.explicit().get("split_batches", split_batches)
+    if said != split_batches:
+        raise ConfigurationError(
+            f"split_batches={split_batches!r} and dataloader_config's split_batches={said!r} contradict each other. Give one of them."
+        )
+    return {**arguments, "dataloader_config": loaders.replaced(split_batches=split_batches)}
 
 
 def _process_of_group() -> ProcessInfo | None:
@@ -145,6 +159,7 @@ def _make_backend(registry: Registry, plan: PreparePlan, device: Device) -> Back
         options=plan.options_of(plan.backend),
         handlers=plan.options,
         gradient_accumulation_steps=plan.settings.gradient_accumulation_steps,
+        debug=plan.settings.debug,
         compiler=_make_compiler(plan),
     )
     backend: Backend = registry.load("backend", plan.backend.name)(plan.backend, context)
@@ -181,9 +196,9 @@ def _make_compiler(plan: PreparePlan) -> Compiler | None:
             f"dynamo_backend={plan.settings.dynamo_backend!r} compiles models, which the backend {plan.backend.name!r} can't. Leave it out."
         )
     options = plan.option(TorchDynamoPlugin)
-    arguments = options.to_kwargs()
-    regional = bool(arguments.pop("use_regional_compilation", False))
-    return Compiler({**arguments, "backend": plan.settings.dynamo_backend}, regional=regional)
+    return Compiler(
+        {**options.to_kwargs(), "backend": plan.settings.dynamo_backend}, regional=options.use_regional_compilation
+    )
 
 
 def _verify_ranks(registry: Registry, plan: PreparePlan) -> None:

@@ -87,8 +87,8 @@ class AcceleratorSession:
 
     @property
     def window_reduction(self) -> Literal["sum", "mean"]:
-        """Weighted losses are divided by all ranks' items at the window's end; else each rank's gradients are a mean."""
-        return "sum" if self._accelerator.gradient_state.is_weighted else "mean"
+        """How ranks' gradients of an open window combine: item-weighted ones add up, others are means already."""
+        return "sum" if self._accelerator.gradient_state.counts_items else "mean"
 
     def window_state(self) -> Mapping[str, float]:
         """Sums over this rank's part of open windows."""
@@ -128,3 +128,7 @@ class AcceleratorSession:
     def tracker_run_ids(self) -> Mapping[str, str]:
         """Ids of the runs of trackers."""
         return self._accelerator._hub.run_ids()
+
+    def set_tracker_run_ids(self, run_ids: Mapping[str, str]) -> None:
+        """Runs that ``init_trackers`` goes on with."""
+        self._accelerator._run_ids = dict(run_ids)

@@ -251,9 +251,9 @@ class _Builder:
                 )
             return seed
         mine = {
+            "dispatches": self.dispatches,
             "samples": None if order is None or self.dispatches else order.length,
             "layout": self.layout.to_dict(),
-            "dispatches": self.dispatches,
             "even_batches": self.config.even_batches,
             "prefetch": self.config.prefetch,
         }

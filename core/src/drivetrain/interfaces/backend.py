@@ -40,6 +40,7 @@ class BackendContext:
         options: The backend's own options object (of ``spec.options``), or None if the spec has none.
         handlers: Other options objects that the user gave, by class name (``InitProcessGroupKwargs``, ``AutocastKwargs``).
         gradient_accumulation_steps: Micro-batches per window.
+        debug: Collectives are to be checked as thoroughly as can be, at the cost of speed.
         compiler: Called with a module after it was placed and before it is wrapped; compiles it (regionally) in place, or does nothing.
     """
 
@@ -50,6 +51,7 @@ class BackendContext:
     options: Any = None
     handlers: Mapping[str, Any] = field(default_factory=dict)
     gradient_accumulation_steps: int = 1
+    debug: bool = False
     compiler: Any = None
 
 
@@ -107,7 +109,7 @@ class Backend:
         self.context.device.activate(self.device)
 
     def teardown(self) -> None:
-        """Undo `setup`; called by ``end_training`` and at exit. Idempotent."""
+        """Undo `setup`; called by ``end_training``. Idempotent."""
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
