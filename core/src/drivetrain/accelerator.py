@@ -264,6 +264,8 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
             put_on_device=placement,
             rng_types=self.plan.settings.rng_types,
             slice_fn_for_dispatch=slice_fn,
+            micro_batches=self.backend.micro_batches_per_call,
+            replicated=self.backend.data_world_size < self.num_processes,
         )
 
     def prepare_model(
