@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 
-__all__ = ["Case", "Result", "make_data", "make_model", "reference", "train"]
+__all__ = ["Case", "Result", "Stream", "make_data", "make_model", "reference", "train", "whole"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,7 @@ class Case:
         optimizer: "sgd" (with momentum) or "adamw".
         scheduler: Halve the learning rate every second optimizer step.
         weighted: Each row has 0 to 4 items, and the loss is the mean over items: ``backward(loss, weight=items)``.
+        sized: The loader knows its length; otherwise the data set is a stream.
         loader: Keyword arguments for the DataLoader.
         accelerator: Keyword arguments for the Accelerator.
 
@@ -41,6 +42,7 @@ class Case:
     optimizer: str = "adamw"
     scheduler: bool = True
     weighted: bool = False
+    sized: bool = True
     loader: Mapping[str, Any] = field(default_factory=dict)
     accelerator: Mapping[str, Any] = field(default_factory=dict)
 
@@ -128,6 +130,21 @@ def make_data(samples: int) -> list[dict[str, torch.Tensor]]:
     return [{"x": x[i], "y": y[i], "n": n[i]} for i in range(samples)]
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Rows one after the other, of a number that nobody knows before.
+
+    Example:
+        >>> list(Stream([1, 2]))
+        [1, 2]
+    """
+
+    def __init__(self, rows: Sequence[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
 def _make_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
     if case.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
@@ -146,8 +163,20 @@ def _loss_sum(case: Case, logits: torch.Tensor, batch: Mapping[str, torch.Tensor
     return each.sum(), torch.tensor(len(each))
 
 
-def reference(case: Case, world_size: int, *, autocast: torch.dtype | None = None) -> Result:
+def reference(
+    case: Case,
+    world_size: int,
+    *,
+    autocast: torch.dtype | None = None,
+    windows: Sequence[tuple[int, int]] | None = None,
+) -> Result:
     """The training by hand, in plain PyTorch: each window's rows of all ranks as one batch.
+
+    Args:
+        case: What is trained.
+        world_size: Number of ranks whose rows make up a window.
+        autocast: Dtype of ``torch.autocast`` around the model; None for full precision.
+        windows: Where each window of an epoch begins and ends, in rows; default: all full but the last.
 
     Example:
         >>> reference(Case(samples=9, epochs=1), world_size=1).steps
@@ -160,8 +189,8 @@ def reference(case: Case, world_size: int, *, autocast: torch.dtype | None = Non
     rows = make_data(case.samples)
     size = case.window_rows(world_size)
     for _ in range(case.epochs):
-        for start in range(0, len(rows), size):
-            batch = torch.utils.data.default_collate(rows[start : start + size])
+        for start, stop in windows or [(i, i + size) for i in range(0, len(rows), size)]:
+            batch = torch.utils.data.default_collate(rows[start:stop])
             with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
                 logits = model(batch["x"])
             total, items = _loss_sum(case, logits, batch)
@@ -182,8 +211,12 @@ def reference(case: Case, world_size: int, *, autocast: torch.dtype | None = Non
     return result
 
 
-def train(case: Case) -> Result:
+def train(case: Case, make_accelerator: Callable[..., Any] | None = None) -> Result:
     """The same training through an Accelerator, in whatever world this process is in. Equal on every rank.
+
+    Args:
+        case: What is trained.
+        make_accelerator: Makes the Accelerator from its keyword arguments; default: the class.
 
     Example:
         >>> case = Case(samples=9, epochs=1, accelerator={"cpu": True})
@@ -192,11 +225,15 @@ def train(case: Case) -> Result:
     """
     from drivetrain import Accelerator
 
-    accelerator = Accelerator(gradient_accumulation_steps=case.accumulation, **case.accelerator)
+    make = make_accelerator or Accelerator
+    accelerator = make(gradient_accumulation_steps=case.accumulation, **case.accelerator)
     model = make_model()
     optimizer = _make_optimizer(case, model)
     scheduler = _make_scheduler(case, optimizer)
-    loader: Any = torch.utils.data.DataLoader(make_data(case.samples), batch_size=case.batch_size, **case.loader)  # type: ignore[arg-type]
+    rows: Any = make_data(case.samples)
+    loader: Any = torch.utils.data.DataLoader(
+        rows if case.sized else Stream(rows), batch_size=case.batch_size, **case.loader
+    )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if scheduler is not None:
         scheduler = accelerator.prepare(scheduler)
@@ -204,7 +241,7 @@ def train(case: Case) -> Result:
     try:
         for _ in range(case.epochs):
             _train_epoch(case, accelerator, model, optimizer, scheduler, loader, result)
-        result.weights = _whole(accelerator.backend.model_state(model))
+        result.weights = whole(accelerator.backend.model_state(model))
         result.steps = accelerator.step
     finally:
         accelerator.end_training()
@@ -220,8 +257,8 @@ def _train_epoch(
             total, items = _loss_sum(case, model(batch["x"]), batch)
             loss = total / items.clamp(min=1)
             accelerator.backward(loss, weight=items) if case.weighted else accelerator.backward(loss)
-            counted = items if case.weighted else torch.tensor(loader.batch.rows)
-            sums += torch.stack([loss.detach().double() * counted, counted.double()])
+            counted = float(items) if case.weighted else float(loader.batch.rows)
+            sums += torch.tensor([float(loss.detach()) * counted, counted], dtype=torch.float64)
             if accelerator.sync_gradients:
                 _note_window(case, accelerator, model, optimizer, sums, result)
             optimizer.step()
@@ -236,16 +273,21 @@ def _note_window(case: Case, accelerator: Any, model: Any, optimizer: Any, sums:
     result.rates.append(optimizer.param_groups[0]["lr"])
     if not result.losses:
         named = accelerator.unwrap_model(model).named_parameters()
-        result.gradients = _whole({n: p.grad for n, p in named if p.grad is not None})
-    loss_sum, items = accelerator.reduce(sums).tolist()
+        result.gradients = whole({n: p.grad for n, p in named if p.grad is not None})
+    loss_sum, items = accelerator.reduce(sums.to(accelerator.device)).tolist()
     result.losses.append(loss_sum / max(items, 1.0))
     sums.zero_()
 
 
-def _whole(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Copies of full tensors: shards are gathered."""
+def whole(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of full tensors on the CPU, by name: shards are gathered. Collective where there are any.
+
+    Example:
+        >>> whole({"w": torch.zeros(2), "text": "is left out"})
+        {'w': tensor([0., 0.])}
+    """
     return {
-        n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
+        n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().cpu().clone()
         for n, t in tensors.items()
         if isinstance(t, torch.Tensor)
     }

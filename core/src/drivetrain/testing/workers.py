@@ -60,7 +60,7 @@ class WorkerPool:
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on every rank at once; return the results by rank.
 
-        Functions of test modules, nested functions and lambdas travel by value.
+        Functions and classes of test modules (the function's own, and those of the arguments), nested functions and lambdas travel by value.
 
         Raises:
             RemoteError: If it raised on any rank. If the others don't follow within seconds (they wait for the failed one in a
@@ -70,14 +70,13 @@ class WorkerPool:
         import cloudpickle
 
         self._start()
-        module = sys.modules.get(getattr(function, "__module__", "") or "")
-        by_value = module is not None and not _is_installed(module)
-        if by_value:
+        by_value = _test_modules((function, *args, *kwargs.values()))
+        for module in by_value:
             cloudpickle.register_pickle_by_value(module)
         try:
             payload = cloudpickle.dumps((function, args, kwargs))
         finally:
-            if by_value:
+            for module in by_value:
                 cloudpickle.unregister_pickle_by_value(module)
         for pipe in self._pipes:
             pipe.send_bytes(payload)
@@ -152,6 +151,16 @@ class WorkerPool:
         return [results[r] for r in range(self.world_size)]
 
 
+def _test_modules(values: tuple[Any, ...]) -> list[Any]:
+    """Modules of these functions, classes and objects that the ranks can't import."""
+    names = set()
+    for value in values:
+        names.add(getattr(value, "__module__", None))
+        names.update(cls.__module__ for cls in (value if isinstance(value, type) else type(value)).__mro__)
+    modules = [sys.modules[name] for name in sorted(n for n in names if n in sys.modules)]
+    return [module for module in modules if not _is_installed(module)]
+
+
 def _is_installed(module: Any) -> bool:
     file = getattr(module, "__file__", None)
     return file is None or not ("tests" in Path(file).parts or Path(file).name.startswith("test_"))
@@ -202,3 +211,6 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, environment:
     if dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the interpreter's own end takes seconds once torch is loaded
