@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-
 __all__ = ["BatchSeeder", "Seeded", "batch_seed", "seed_generators"]
 
 # The CPU's default generator is one object for the process's life. The methods are looked up once: they are called for each batch.
