@@ -104,7 +104,7 @@ def step_scheduler_with_optimizer(value, folder):
         return scheduler.scheduler.last_epoch
 
 
-@effect("CoreSettings.rng_types", (["torch"], True), (["generator"], False), ranks=2)
+@effect("CoreSettings.rng_types", (["torch"], [True] * 2), (["generator"], [False] * 2), ranks=2)
 def rng_types(value, folder):
     accelerator = Accelerator(cpu=True, rng_types=value)
     loader = accelerator.prepare(torch.utils.data.DataLoader(range(4)))
@@ -115,7 +115,7 @@ def rng_types(value, folder):
     return bool(mine[0] == mine[1])
 
 
-@effect("CoreSettings.debug", (True, "compared"), (False, "not compared"), ranks=2)
+@effect("CoreSettings.debug", (True, ["compared"] * 2), (False, ["not compared"] * 2), ranks=2)
 def debug(value, folder):
     """The ranks send different collectives: torch says so, instead of mixing up bytes."""
     with alone(folder), quiet():
