@@ -243,9 +243,10 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
         )
 
     def _wrap_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        own = self._objects.find(getattr(scheduler, "optimizer", None))
         return PreparedScheduler(
             scheduler,
-            self._optimizers,
+            self._optimizers if own is None else [own],
             accumulator=self.gradient_state,
             step_with_optimizer=self.step_scheduler_with_optimizer,
         )

@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -95,13 +94,25 @@ class Checks:
 
     def behaviour(self, name: str) -> Iterator[tuple[str, str, str]]:
         """Name, what is checked, what was found."""
-        checks = [self.metrics, self.by_hand, self.two_losses, self.used_optimizer, self.bf16, self.fp16, self.overflow, self.resume, self.elsewhere]
+        checks = [
+            self.metrics,
+            self.by_hand,
+            self.two_losses,
+            self.used_optimizer,
+            self.bf16,
+            self.fp16,
+            self.overflow,
+            self.resume,
+            self.elsewhere,
+        ]
         for check in checks:
             try:
                 found = check(name)
             except RemoteError as error:
                 reason = str(error).strip().splitlines()[-1]
-                refused = reason.startswith(("drivetrain.errors.UnsupportedError", "drivetrain.errors.NotPreparedError"))
+                refused = reason.startswith(
+                    ("drivetrain.errors.UnsupportedError", "drivetrain.errors.NotPreparedError")
+                )
                 found = f"refused: {reason.split(': ', 1)[-1]}" if refused else f"WRONG: {error}"
                 self.failures += not refused
             except (AssertionError, DrivetrainError) as error:
