@@ -23,7 +23,7 @@ from drivetrain.data.plan import Layout, Order, Plan, make_plan, remaining_order
 from drivetrain.data.random import derive_seed
 from drivetrain.data.ranks import Ranks
 from drivetrain.data.samplers import IndexSource, SamplerStream, items_per_round
-from drivetrain.data.seeding import BatchSeeder, batch_seed
+from drivetrain.data.seeding import BatchSeeder, Seeded, batch_seed
 from drivetrain.data.shardings import GlobalShuffle
 from drivetrain.data.state import Progress
 from drivetrain.errors import CheckpointError, DrivetrainError
@@ -34,6 +34,9 @@ __all__ = ["Context", "Feed", "MapFeed", "Pairs", "SamplerFeed", "SourceReader"]
 
 Pairs = Iterator[tuple[Any, BatchInfo]]
 
+#: What `ahead_of` returns when there is nothing more.
+END: Any = object()
+
 
 class SourceReader:
     """Reads batches from torch's loader by indices and seeds.
@@ -42,46 +45,64 @@ class SourceReader:
         source: A plain DataLoader over ``index_source``.
         index_source: Its (batch) sampler.
         seeder: Seeds in this process, where there are no workers.
+        seeds_workers: Whether indices carry their batch's seed to the workers.
     """
 
-    def __init__(self, source: DataLoader[Any], index_source: IndexSource, seeder: BatchSeeder) -> None:
+    def __init__(
+        self, source: DataLoader[Any], index_source: IndexSource, seeder: BatchSeeder, *, seeds_workers: bool
+    ) -> None:
         self.source = source
         self.seeder = seeder
         self._index_source = index_source
+        self._seeds_workers = seeds_workers
         #: Whether the user's own iteration wraps this one, perhaps in a thread of its own.
         self.may_thread = False
 
-    def read(self, requests: Iterator[tuple[Any, int]], length: int, seed: int) -> Iterator[Any]:
+    @property
+    def has_workers(self) -> bool:
+        """Whether batches are read by other processes."""
+        return self.source.num_workers > 0
+
+    def read(self, requests: Iterator[tuple[Any, int]], seed: int) -> Iterator[Any]:
         """Yield one batch per request.
 
         Args:
             requests: Indices and the batch's seed.
-            length: How many, as far as known.
             seed: For the workers' base seed.
         """
-        generator: Any = self.source.generator
-        generator.manual_seed(seed)
-        if self.source.num_workers > 0:
-            self._index_source.start(requests, length)
-            return iter(self.source)
-        return self._read_here(requests, length)
+        if not self.has_workers:
+            return self._read_here(requests, seed)
+        self._seed_source(seed)
+        seeded = self._seeds_workers
+        self._index_source.indices = (Seeded(i, s) if seeded else i for i, s in requests)
+        return iter(self.source)
 
-    def _read_here(self, requests: Iterator[tuple[Any, int]], length: int) -> Iterator[Any]:
-        box: list[tuple[Any, int]] = []
-        self._index_source.start(iter(box.pop, None), length)
-        fetch = iter(self.source).__next__
-        read, put = self.seeder.read, box.append
+    def open_here(self, seed: int) -> tuple[Callable[[Any], None], Callable[[], Any]]:
+        """Two functions: one takes a batch's indices, the other then reads it, in this process, with whatever seeds are set."""
+        self._seed_source(seed)
+        box: list[Any] = []
+        self._index_source.indices = iter(box.pop, END)
+        self.seeder.start()
+        return box.append, iter(self.source).__next__
+
+    def _read_here(self, requests: Iterator[tuple[Any, int]], seed: int) -> Iterator[Any]:
+        put, fetch = self.open_here(seed)
+        read = self.seeder.read
         home = threading.get_ident() if self.may_thread else None
-        for request in requests:
-            put(request)
+        for indices, number in requests:
+            put(indices)
             try:
                 if home is None or home == threading.get_ident():
-                    batch = read(fetch, request[1])
+                    batch = read(fetch, number)
                 else:  # generators belong to the process: another thread must not seed them under the training loop
                     batch = fetch()
             except StopIteration:
                 return
             yield batch
+
+    def _seed_source(self, seed: int) -> None:
+        generator: Any = self.source.generator
+        generator.manual_seed(seed)
 
     def forget_workers(self) -> None:
         """Persistent workers start anew, with what is set now."""
@@ -208,7 +229,7 @@ class MapFeed(Feed):
         layout = self.context.current_layout()
         key = (self.order.length, layout)
         if self._lengths is None or self._lengths[0] != key:
-            stand_in: Order = range(self.order.length or 0)
+            stand_in: Order = range(self.order.length)
             if layout.unit == "batches":
                 stand_in = [list(range(self.context.ranks.size)) for _ in stand_in]
             self._lengths = (key, make_plan(stand_in, layout, self.context.sharding).steps)
@@ -282,25 +303,40 @@ class MapFeed(Feed):
         )
 
     def _local(self, plan: Plan, start: int) -> Pairs:
-        context = self.context
-        rank, world = context.ranks.index, plan.layout.world
-        stop = max(start, plan.steps[rank])
+        reader, rank, world = self.context.reader, self.context.ranks.index, plan.layout.world
+        steps = range(start, max(start, plan.steps[rank]))
         seed = self._epoch_seed()
-        requests = ((plan.indices(step, rank), batch_seed(seed, step * world + rank)) for step in range(start, stop))
-        batches = context.reader.read(requests, stop - start, derive_seed(seed, _WORKERS, rank))
-        info = plan.info
-        if context.reads_items:
-            for step, batch in zip(range(start, stop), batches, strict=False):
-                yield batch, self.describe(batch, info(step, rank))
-            return
-        step = start
-        for batch in batches:
+        workers_seed = derive_seed(seed, _WORKERS, rank)
+        if not (reader.has_workers or reader.may_thread or self.context.reads_items):
+            return self._local_here(plan, steps, seed, workers_seed)
+        requests = ((plan.indices(step, rank), batch_seed(seed, step * world + rank)) for step in steps)
+        return self._described(plan, steps, reader.read(requests, workers_seed))
+
+    def _local_here(self, plan: Plan, steps: range, seed: int, workers_seed: int) -> Pairs:
+        """The usual case, with as few layers as can be: what happens here happens in the training process for each batch."""
+        rank, world = self.context.ranks.index, plan.layout.world
+        put, fetch = self.context.reader.open_here(workers_seed)
+        read, indices, info = self.context.reader.seeder.read, plan.indices, plan.info
+        for step in steps:
+            put(indices(step, rank))
+            try:
+                batch = read(fetch, batch_seed(seed, step * world + rank))
+            except StopIteration:
+                raise self._ended_early(step) from None
             yield batch, info(step, rank)
-            step += 1
-        if step != stop:
-            raise DrivetrainError(
-                f"{type(context.dataset).__name__} raised StopIteration at batch {step} of {stop}: an item of a map-style data set can't end it."
-            )
+
+    def _described(self, plan: Plan, steps: range, batches: Iterator[Any]) -> Pairs:
+        rank = self.context.ranks.index
+        for step in steps:
+            batch = next(batches, END)
+            if batch is END:
+                raise self._ended_early(step)
+            yield batch, self.describe(batch, plan.info(step, rank))
+
+    def _ended_early(self, step: int) -> DrivetrainError:
+        return DrivetrainError(
+            f"{type(self.context.dataset).__name__} raised StopIteration at batch {step}: an item of a map-style data set can't end it."
+        )
 
     def _epoch_seed(self) -> int:
         """After a resize, batches have other samples: their seeds aren't used twice."""
@@ -322,7 +358,7 @@ class MapFeed(Feed):
         seed = self._epoch_seed()
         places = [(step, r) for step in range(start, max(plan.steps)) for r in range(world) if step < plan.steps[r]]
         requests = ((plan.indices(step, r), batch_seed(seed, step * world + r)) for step, r in places)
-        batches = self.context.reader.read(requests, len(places), derive_seed(seed, _WORKERS, 0))
+        batches = self.context.reader.read(requests, derive_seed(seed, _WORKERS, 0))
         for step in range(start, max(plan.steps)):
             parts = [next(batches) if step < plan.steps[r] else None for r in range(world)]
             yield Step(parts, plan.round_at(step))
@@ -338,7 +374,7 @@ class MapFeed(Feed):
             )
             for step in range(start, max(plan.steps))
         )
-        batches = self.context.reader.read(requests, max(plan.steps) - start, derive_seed(seed, _WORKERS, 0))
+        batches = self.context.reader.read(requests, derive_seed(seed, _WORKERS, 0))
         for step, batch in zip(range(start, max(plan.steps)), batches, strict=False):
             cut = plan.round_at(step)
             yield Step(cut_batch(batch, cut.received, self.context.slice_fn), cut)
@@ -388,7 +424,7 @@ class SamplerFeed(Feed):
         requests = (
             (batch, batch_seed(seed, step * world + rank)) for step, batch in zip(count(start), indices, strict=False)
         )
-        batches = context.reader.read(requests, 0, derive_seed(seed, _WORKERS, rank))
+        batches = context.reader.read(requests, derive_seed(seed, _WORKERS, rank))
         return self._ahead(batches, stream, start)
 
     def _ahead(self, batches: Iterator[Any], stream: SamplerStream, start: int) -> Pairs:
@@ -407,10 +443,6 @@ class SamplerFeed(Feed):
 
 def _fields(segment: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in segment.items() if k != "taken"}
-
-
-#: What `ahead_of` returns when there is nothing more.
-END: Any = object()
 
 
 def ahead_of(batches: Iterator[Any]) -> tuple[Any, Exception | None]:

@@ -85,12 +85,18 @@ class PreparedDataLoader(DataLoader[T_co]):
         run = progress.begin()
         parts.context.tell_epoch(progress.epoch)
         self._synchronize()
-        feed = parts.placement.apply(self._pairs(skip))
+        feed = self._pairs(skip)
+        place = parts.placement.move if parts.placement.device is not None else None
+        if parts.placement.overlaps:
+            feed, place = parts.placement.overlapped(feed), None
         attributes["_ended"] = False
         try:
             for batch, info in feed:
+                if place is not None:
+                    batch = place(batch)
                 attributes["batch"] = info
-                progress.advance(run, info.index + 1)
+                if progress.run == run:
+                    progress.taken = info.index + 1
                 if stack.active is not self:
                     stack.enter(self)
                 yield batch
@@ -272,7 +278,10 @@ class PreparedDataLoader(DataLoader[T_co]):
             [[4, 5], [6, 7]]
         """
         context = self._drivetrain.context
-        return {**context.progress.to_dict(), "generators_used": sorted(context.reader.seeder.used)}
+        state = context.progress.to_dict()
+        if state["layout"] is None:
+            state["layout"] = context.current_layout().to_dict()
+        return {**state, "generators_used": sorted(context.reader.seeder.used)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where the state was saved, at this or another world size. Reads nothing.

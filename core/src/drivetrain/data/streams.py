@@ -142,7 +142,7 @@ class StreamFeed(Feed):
             first = sum(p.rounds for p in resume.positions.values()) - resume.first_worker
         self._stream.resume = resume
         requests = (([0], batch_seed(seed, number)) for number in count(first))
-        packets = reader.read(requests, 0, derive_seed(seed, 2**61))
+        packets = reader.read(requests, derive_seed(seed, 2**61))
         for packet in packets:
             self._stream.resume = None  # by now it was used, or copied to the workers
             if not holds_place(packet):
