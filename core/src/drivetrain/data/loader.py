@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from drivetrain.data.batch import BatchInfo, WindowPlan
-from drivetrain.data.feeds import END, Context, Feed, Pairs, ahead_of
+from drivetrain.data.feeds import Context, Feed, Pairs
 from drivetrain.data.placement import Placement
 from drivetrain.data.random import synchronize_rng_states
+from drivetrain.data.reader import END, ahead_of
 from drivetrain.data.stack import LoaderStack
 from drivetrain.errors import UnsupportedError
 from drivetrain.parallel.structure import ignorant_find_batch_size

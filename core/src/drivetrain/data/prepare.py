@@ -12,14 +12,16 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, It
 
 from drivetrain.data.config import DataLoaderConfiguration
 from drivetrain.data.dispatch import Channel
-from drivetrain.data.feeds import Context, Feed, MapFeed, SamplerFeed, SourceReader
+from drivetrain.data.feeds import Context, Feed
 from drivetrain.data.iterable import RoundStream, WorkerSetup, take_payload
 from drivetrain.data.loader import LoaderParts, PreparedDataLoader, make_prepared
+from drivetrain.data.map_feeds import MapFeed, SamplerFeed
 from drivetrain.data.order import OrderSource, has_own_batches, order_of, sampler_of
 from drivetrain.data.placement import Placement
 from drivetrain.data.plan import Layout
 from drivetrain.data.random import derive_seed
 from drivetrain.data.ranks import Ranks
+from drivetrain.data.reader import SourceReader
 from drivetrain.data.samplers import IndexSource, source_loader
 from drivetrain.data.seeding import BatchSeeder
 from drivetrain.data.shardings import find_sharding
