@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,7 +59,21 @@ class Compiler:
         """Compile; a module that is compiled already stays as it is."""
         for module in (repeated_blocks(model) if self.regional else []) or [model]:
             if module._compiled_call_impl is None:
-                module.compile(**self.arguments)
+                module._compiled_call_impl = torch.compile(_call_of(module), **self.arguments)
+
+
+def _call_of(module: torch.nn.Module) -> Callable[..., Any]:
+    """The module's call, in a frame of ours.
+
+    ``Module.compile`` compiles nothing, and says nothing, where the class is torch's own (``Sequential``, ``TransformerEncoderLayer``): Dynamo skips
+    the frames of torch's files, of which ``forward`` is one.
+    """
+    call = module._call_impl
+
+    def call_module(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return call_module
 
 
 def uncompile(model: torch.nn.Module) -> torch.nn.Module:
