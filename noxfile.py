@@ -152,15 +152,13 @@ def bench(session: nox.Session) -> None:
     editable = [str(part) for package in PACKAGES for part in ("-e", package)]
     requirements = str(ROOT / "tests" / "benchmarks" / "requirements.txt")
     session.install("--quiet", "-c", str(CONSTRAINTS), *editable, "-r", requirements)
-    session.run("python", "-m", "benchmarks", *session.posargs, env={"PYTHONPATH": str(ROOT / "tests")})
+    session.run("python", "-m", "tests.benchmarks", *session.posargs)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the site into site/; `-- serve` shows it while you write."""
-    session.install(
-        "--quiet", "-c", str(CONSTRAINTS), "-e", str(ROOT / "core"), "mkdocs-material", "mkdocstrings[python]"
-    )
+    session.install("--quiet", "mkdocs-material")
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
 
 

@@ -269,3 +269,26 @@ def test_ranks_with_different_settings_are_told(ranks):
     for answer in ranks.run(mismatched):
         assert "RankMismatchError" in answer
         assert "gradient_accumulation_steps" in answer
+
+
+def test_runs_of_trackers_go_on_after_a_resume(tmp_path):
+    from drivetrain.tracking import read_run
+
+    def train(resume):
+        accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+        model, optimizer, _, _ = accelerator.prepare(*parts())
+        if resume:
+            accelerator.load_state(tmp_path / "saved")
+        accelerator.init_trackers("demo")
+        for _ in range(3):
+            accelerator.backward(model(torch.ones(1, 3)).sum())
+            optimizer.step()
+            accelerator.log({"step": accelerator.step}, step=accelerator.step)
+        if not resume:
+            accelerator.save_state(tmp_path / "saved")
+        accelerator.end_training()
+
+    train(resume=False)
+    train(resume=True)
+    (run,) = (tmp_path / "demo").iterdir()
+    assert [row.values["step"] for row in read_run(run).rows] == [1, 2, 3, 4, 5, 6]

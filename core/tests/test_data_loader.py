@@ -89,9 +89,7 @@ def test_any_loader_covers_each_sample_once(length, batch, world, kind, strategy
         dataset = {"stream": Numbers(length), "sized stream": SizedNumbers(length)}.get(kind, range(length))
         return DataLoader(dataset, batch_size=batch, drop_last=drop_last, shuffle=kind == "shuffled" or None)
 
-    loaders = prepare(
-        make, world, strategy=strategy, split_batches=split, even_batches=even, dispatch_batches=False
-    )
+    loaders = prepare(make, world, strategy=strategy, split_batches=split, even_batches=even, dispatch_batches=False)
     total = batch if split else batch * world
     for epoch in range(2):
         assert {loader.epoch for loader in loaders} == {epoch}
@@ -124,7 +122,7 @@ def test_order_follows_from_seed_and_epoch():
     assert first != second != epochs(2)[1]
     loader = prepare(lambda: DataLoader(range(20), batch_size=3, shuffle=True), data_seed=1)[0]
     loader.set_epoch(1)
-    assert sorted(sum((b for b, _ in read(loader)), [])) == list(range(20))
+    assert sorted(row for b, _ in read(loader) for row in b) == list(range(20))
     loader.set_epoch(1)
     again = [b for b, _ in read(loader)]
     loader.set_epoch(0)
@@ -296,9 +294,20 @@ def test_loader_is_a_data_loader_with_the_users_attributes():
     data = TensorDataset(torch.arange(5.0))
     original = Mine(data, batch_size=2, note="n", drop_last=True)
     loader = prepare_data_loader(original)
-    assert isinstance(loader, (DataLoader, Mine)) and isinstance(loader, Mine) and isinstance(loader, PreparedDataLoader)
+    assert (
+        isinstance(loader, (DataLoader, Mine)) and isinstance(loader, Mine) and isinstance(loader, PreparedDataLoader)
+    )
     assert loader.describe() == "n 2 5" and loader.note == "n"
-    for name in ("dataset", "batch_size", "sampler", "batch_sampler", "collate_fn", "num_workers", "drop_last", "generator"):
+    for name in (
+        "dataset",
+        "batch_size",
+        "sampler",
+        "batch_sampler",
+        "collate_fn",
+        "num_workers",
+        "drop_last",
+        "generator",
+    ):
         assert getattr(loader, name) is getattr(original, name)
     assert loader.total_batch_size == 2 and loader.total_dataset_length == 5
     assert prepare_data_loader(loader) is loader
@@ -394,7 +403,11 @@ def test_windows_by_hand():
     assert [(w.size, w.global_rows, rows) for w, rows, _ in windows] == [(2, 8, 2), (2, 7, 2), (1, 3, 1)]
     assert windows[2][2] == (2, 1)
     stream = prepare(lambda: DataLoader(Numbers(11), batch_size=2), 2, dispatch_batches=False)[1]
-    assert [(stream.plan_window(2), stream.batch.rank_rows) for _ in stream] == [(None, (2, 2)), (None, (2, 2)), (None, (2, 1))]
+    assert [(stream.plan_window(2), stream.batch.rank_rows) for _ in stream] == [
+        (None, (2, 2)),
+        (None, (2, 2)),
+        (None, (2, 1)),
+    ]
 
 
 def test_a_dataset_that_raises_ahead_does_not_cost_the_batch_before():
@@ -407,7 +420,7 @@ def test_a_dataset_that_raises_ahead_does_not_cost_the_batch_before():
     seen = []
     with pytest.raises(ValueError, match="broken sample"):
         for batch in loader:
-            seen.append((batch.tolist(), loader.batch.is_last))
+            seen.append((batch.tolist(), loader.batch.is_last))  # noqa: PERF401 (kept when it raises)
     assert seen == [([0, 1], False), ([2, 3], False)]
 
     class Stops(Dataset):
@@ -457,9 +470,7 @@ def test_custom_strategies_by_function_class_and_path():
 
     loaders = prepare(lambda: DataLoader(range(6), batch_size=2), 2, strategy=odd_even)
     assert [[b for b, _ in read(loader)] for loader in loaders] == [[[0, 2], [4]], [[1, 3], [5]]]
-    by_path = prepare(
-        lambda: DataLoader(range(6), batch_size=2), 2, strategy="drivetrain.data.shardings:Contiguous"
-    )
+    by_path = prepare(lambda: DataLoader(range(6), batch_size=2), 2, strategy="drivetrain.data.shardings:Contiguous")
     assert [b for b, _ in read(by_path[0])] == [[0, 1], [2]]
     shuffled = prepare(lambda: DataLoader(range(40), batch_sampler=Batches(5)), strategy="random")[0]
     first, second = [b for b, _ in read(shuffled)], [b for b, _ in read(shuffled)]
@@ -469,7 +480,7 @@ def test_custom_strategies_by_function_class_and_path():
 def test_batches_keep_their_container_types_on_the_device():
     from collections import namedtuple
 
-    pair = namedtuple("pair", "x name")  # noqa: PYI024
+    pair = namedtuple("pair", "x name")
 
     def collate(rows):
         return pair(torch.tensor(rows), [str(r) for r in rows])

@@ -116,7 +116,11 @@ def test_uneven_last_batches_by_hand():
     assert plan.round_at(1).new == (1, 0, 0) and plan.round_at(1).rows == (2, 2, 2)
     # Contiguous: runs of 4 (2 + 2), 3 (2 + 1) and 3.
     plan = make_plan(range(10), replace(layout, strategy="contiguous"), Contiguous())
-    assert [[plan.indices(s, r) for s in range(2)] for r in range(3)] == [[[0, 1], [2, 3]], [[4, 5], [6]], [[7, 8], [9]]]
+    assert [[plan.indices(s, r) for s in range(2)] for r in range(3)] == [
+        [[0, 1], [2, 3]],
+        [[4, 5], [6]],
+        [[7, 8], [9]],
+    ]
     # Not evened: what is left is dealt in batches.
     plan = make_plan(range(9), replace(layout, even="none"), Interleaved())
     assert plan.steps == (2, 2, 1) and [plan.indices(1, r) for r in range(2)] == [[6, 7], [8]]

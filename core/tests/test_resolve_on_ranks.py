@@ -2,11 +2,14 @@
 
 import os
 
+import pytest
+
 from drivetrain._engine.availability import detect_devices
 from drivetrain._engine.plan import Arguments
 from drivetrain._engine.resolve import resolve
 from drivetrain._plugins import get_registry
 from drivetrain.checkpoint.project import ProjectConfiguration
+from drivetrain.errors import ConfigurationError
 
 
 def make_plan(**given):
@@ -49,11 +52,37 @@ def test_a_project_configuration_says_where_the_project_is(monkeypatch):
     plan = make_plan(cpu=True, project_config=config)
     assert (plan.settings.project_dir, plan.settings.logging_dir) == ("here", "here")
     assert plan.options["ProjectConfiguration"] is config
-    both = make_plan(cpu=True, project_config=config, project_dir="argument")
-    assert both.settings.project_dir == "argument"
+    with pytest.raises(ConfigurationError, match=r"project_dir='argument' .* contradict each other"):
+        make_plan(cpu=True, project_config=config, project_dir="argument")
     monkeypatch.setenv("DRIVETRAIN_PROJECT_TOTAL_LIMIT", "3")
     assert make_plan(cpu=True).options["ProjectConfiguration"].total_limit == 3
     assert make_plan(cpu=True, project_config=config).options["ProjectConfiguration"].total_limit == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "project", "logs"),
+    [
+        ({"project_dir": "a"}, "a", "a"),
+        ({"project_dir": "a", "logging_dir": "b"}, "a", "b"),
+        ({"logging_dir": "b"}, None, "b"),
+        ({"project_dir": "a", "project_config": ProjectConfiguration(total_limit=1)}, "a", "a"),
+        ({"project_config": ProjectConfiguration(project_dir="a", logging_dir="b")}, "a", "b"),
+        ({"project_config": ProjectConfiguration(project_dir="a"), "logging_dir": "b"}, "a", "b"),
+        ({}, None, None),
+    ],
+)
+def test_settings_and_project_configuration_name_the_same_directories(given, project, logs):
+    plan = make_plan(cpu=True, **given)
+    configuration = plan.option(ProjectConfiguration)
+    assert (plan.settings.project_dir, plan.settings.logging_dir) == (project, logs)
+    assert (configuration.project_dir, configuration.logging_dir) == (project, logs)
+
+
+def test_directories_from_the_environment_reach_the_project_configuration(monkeypatch):
+    monkeypatch.setenv("DRIVETRAIN_LOGGING_DIR", "logs")
+    plan = make_plan(cpu=True, project_config=ProjectConfiguration(project_dir="here"))
+    assert plan.options["ProjectConfiguration"].logging_dir == plan.settings.logging_dir == "logs"
+    assert str(plan.origins["ProjectConfiguration.logging_dir"]) == "DRIVETRAIN_LOGGING_DIR"
 
 
 def test_launch_settings_in_the_same_file_are_no_surprise(tmp_path):

@@ -1,6 +1,6 @@
 """Benchmarks: Drivetrain against a hand-written loop, Hugging Face Accelerate and Lightning Fabric.
 
-Run ``python -m tests.benchmarks`` from the repository's root, in an environment with the packages of
+Run ``nox -s bench``, or ``python -m tests.benchmarks`` from the root in an environment with the packages of
 ``tests/benchmarks/requirements.txt``. Only ratios measured in one interleaved run are compared with the targets.
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from drivetrain._engine.accumulation import Accumulator
-from drivetrain._engine.assemble import assemble
+from drivetrain._engine.assemble import assemble, dismantle
 from drivetrain._engine.facade.checkpointing import CheckpointFacade
 from drivetrain._engine.facade.collectives import CollectiveFacade
 from drivetrain._engine.facade.gradients import GradientFacade
@@ -248,9 +248,10 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
         )
 
     def _wrap_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        own = self._objects.find(getattr(scheduler, "optimizer", None))
         return PreparedScheduler(
             scheduler,
-            self._optimizers,
+            self._optimizers if own is None else [own],
             accumulator=self.gradient_state,
             step_with_optimizer=self.step_scheduler_with_optimizer,
         )
@@ -269,6 +270,8 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
             put_on_device=placement,
             rng_types=self.plan.settings.rng_types,
             slice_fn_for_dispatch=slice_fn,
+            micro_batches=self.backend.micro_batches_per_call,
+            replicated=self.backend.data_world_size < self.num_processes,
         )
 
     def prepare_model(
@@ -345,7 +348,10 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
         return inner
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget all prepared objects, collect garbage and give cached device memory back; returns a None for each argument.
+        """Forget all prepared objects and start counting anew; collect garbage and give cached device memory back.
+
+        Returns:
+            A None for each argument: assign them to the names that hold the objects.
 
         Example:
             >>> from drivetrain import Accelerator
@@ -357,7 +363,7 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
 
         self._objects.clear()
         self.gradient_state.forget()
-        self._step = 0
+        self._step = self._epoch = 0
         gc.collect()
         self._parts.device.empty_cache()
         return [None] * len(objects)
@@ -393,7 +399,7 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
         self._finish_checkpoints()
         self._hub.finish()
         self._stopper.close()
-        self.backend.teardown()
+        dismantle(self._parts)
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Accelerator:
         return self  # it stands for the job, of which there is one

@@ -58,7 +58,7 @@ class AcceleratorState(ProcessControl):
 
     @property
     def debug(self) -> bool:
-        """Whether shapes are compared before collectives."""
+        """Whether torch compares every collective of every rank."""
         return self._accelerator.plan.settings.debug
 
     @property

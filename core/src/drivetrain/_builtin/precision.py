@@ -199,7 +199,7 @@ class Float16(_AutocastPrecision):
         return dict(self.scaler.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._unscaled.clear()
+        self.update()  # the scaler must forget its last window, too
         if state:
             self.scaler.load_state_dict(dict(state))
 

@@ -21,7 +21,7 @@ from drivetrain._plugins import Registry, get_registry
 from drivetrain.checkpoint.project import ProjectConfiguration
 from drivetrain.config.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
 from drivetrain.data import DataLoaderConfiguration, LoaderStack
-from drivetrain.errors import UnsupportedError
+from drivetrain.errors import ConfigurationError, UnsupportedError
 from drivetrain.interfaces import Backend, BackendContext, Device
 from drivetrain.parallel.process import ProcessControl, Trigger
 from drivetrain.specs import Capability, ProcessInfo
@@ -30,7 +30,7 @@ from drivetrain.tracking import TrackerHub, TrackingOptions
 if TYPE_CHECKING:
     from drivetrain.interfaces import Precision
 
-__all__ = ["Parts", "assemble"]
+__all__ = ["Parts", "assemble", "dismantle"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,10 +59,8 @@ def assemble(given: Mapping[str, Any]) -> Parts:
     """
     registry = get_registry()
     registry.warn_broken()
-    arguments = dict(given)
-    split_batches = arguments.pop("split_batches", None)
     plan = resolve(
-        Arguments.collect(**arguments, process=_process_of_group()),
+        Arguments.collect(**_with_loaders(given), process=_process_of_group()),
         registry=registry,
         environ=os.environ,
         availability=detect_devices(registry.specs("device").values()),
@@ -75,10 +73,6 @@ def assemble(given: Mapping[str, Any]) -> Parts:
     _verify_ranks(registry, plan)
     stack = LoaderStack()
     accumulation = plan.option(GradientAccumulationPlugin)
-    loaders = plan.option(DataLoaderConfiguration)
-    if split_batches is not None:
-        loaders = loaders.replaced(split_batches=split_batches)
-    project = plan.option(ProjectConfiguration)
     return Parts(
         registry=registry,
         plan=plan,
@@ -92,14 +86,45 @@ def assemble(given: Mapping[str, Any]) -> Parts:
         accumulator=Accumulator(
             backend,
             stack,
-            num_steps=plan.settings.gradient_accumulation_steps,
+            num_steps=_calls_per_window(backend),
             sync_with_dataloader=accumulation.sync_with_dataloader,
             sync_each_batch=accumulation.sync_each_batch,
             adjust_scheduler=accumulation.adjust_scheduler,
         ),
-        dataloader_config=loaders,
-        project_configuration=project,
+        # A copy: `accelerator.even_batches = ...` must not change another Accelerator that was given the same object.
+        dataloader_config=plan.option(DataLoaderConfiguration).replaced(),
+        project_configuration=plan.option(ProjectConfiguration),
     )
+
+
+def _calls_per_window(backend: Backend) -> int:
+    """How often a model is called in an accumulation window."""
+    steps, per_call = backend.context.gradient_accumulation_steps, backend.micro_batches_per_call
+    if steps % per_call:
+        raise ConfigurationError(
+            f"The backend {backend.spec.name!r} takes {per_call} micro-batches per call: gradient_accumulation_steps={steps} "
+            "must be a multiple of that."
+        )
+    return steps // per_call
+
+
+def _with_loaders(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with ``split_batches`` where it belongs.
+
+    Raises:
+        ConfigurationError: If ``dataloader_config`` says something else.
+    """
+    arguments = dict(given)
+    split_batches = arguments.pop("split_batches", None)
+    loaders = arguments.get("dataloader_config", DataLoaderConfiguration())
+    if split_batches is None or not isinstance(loaders, DataLoaderConfiguration):
+        return arguments
+    said = loaders.explicit().get("split_batches", split_batches)
+    if said != split_batches:
+        raise ConfigurationError(
+            f"split_batches={split_batches!r} and dataloader_config's split_batches={said!r} contradict each other. Give one of them."
+        )
+    return {**arguments, "dataloader_config": loaders.replaced(split_batches=split_batches)}
 
 
 def _process_of_group() -> ProcessInfo | None:
@@ -134,6 +159,7 @@ def _make_backend(registry: Registry, plan: PreparePlan, device: Device) -> Back
         options=plan.options_of(plan.backend),
         handlers=plan.options,
         gradient_accumulation_steps=plan.settings.gradient_accumulation_steps,
+        debug=plan.settings.debug,
         compiler=_make_compiler(plan),
     )
     backend: Backend = registry.load("backend", plan.backend.name)(plan.backend, context)
@@ -170,9 +196,9 @@ def _make_compiler(plan: PreparePlan) -> Compiler | None:
             f"dynamo_backend={plan.settings.dynamo_backend!r} compiles models, which the backend {plan.backend.name!r} can't. Leave it out."
         )
     options = plan.option(TorchDynamoPlugin)
-    arguments = options.to_kwargs()
-    regional = bool(arguments.pop("use_regional_compilation", False))
-    return Compiler({**arguments, "backend": plan.settings.dynamo_backend}, regional=regional)
+    return Compiler(
+        {**options.to_kwargs(), "backend": plan.settings.dynamo_backend}, regional=options.use_regional_compilation
+    )
 
 
 def _verify_ranks(registry: Registry, plan: PreparePlan) -> None:
@@ -183,8 +209,8 @@ def _verify_ranks(registry: Registry, plan: PreparePlan) -> None:
         verify_ranks(plan.fingerprint(), everything=registry.inventory())
 
 
-#: The living backend of each vendor whose state is process-wide. It mirrors that state, and so is the one thing of ours that is, too.
-_exclusive: weakref.WeakValueDictionary[str, Backend] = weakref.WeakValueDictionary()
+#: Living backends of vendors whose state is process-wide. It mirrors that state, and so is the one thing of ours that is, too.
+_exclusive: weakref.WeakSet[Backend] = weakref.WeakSet()
 
 
 def _check_exclusive(backend: Backend) -> None:
@@ -192,13 +218,18 @@ def _check_exclusive(backend: Backend) -> None:
     name = backend.spec.name
     if not backend.spec.exclusive:
         return
-    other = _exclusive.get(name)
-    if other is not None and other.context.options != backend.context.options:
+    if any(b.spec.name == name and b.context.options != backend.context.options for b in _exclusive):
         raise UnsupportedError(
             f"The backend {name!r} keeps its state for the whole process, and an Accelerator with other settings uses it: "
-            "call end_training() on that one and drop it first, or use the same settings."
+            "call end_training() on that one first, or use the same settings."
         )
-    _exclusive[name] = backend
+    _exclusive.add(backend)
+
+
+def dismantle(parts: Parts) -> None:
+    """Undo what `assemble` did to the process."""
+    parts.backend.teardown()
+    _exclusive.discard(parts.backend)
 
 
 _counter = iter(range(10**9))

@@ -102,12 +102,6 @@ def collect_options(arguments: Arguments, registry: CatalogView) -> GivenOptions
     if not _is_name(settings.get("backend", "")):
         del settings["backend"]
         backend = next(g.name for g in by_slot.values() if g.said_by == "backend")
-    project = by_slot.get("ProjectConfiguration")
-    if project is not None:
-        for name in ("project_dir", "logging_dir"):
-            value = getattr(project.value, name, None)
-            if value is not None:
-                settings.setdefault(name, value)
     return GivenOptions(by_slot, settings, backend, trackers)
 
 
@@ -205,9 +199,14 @@ class OptionResolver:
     def core(self) -> None:
         """Resolve those of core's options classes about which any source says something."""
         for section, option in CORE_OPTIONS.items():
-            given = self._given.by_slot.get(option.class_name)
-            if given is not None or self._said_outside(section):
-                self._resolve(option.class_name, section, functools.partial(load_target, option.target), given)
+            if option.class_name in self._given.by_slot or self._said_outside(section):
+                self.add_core(section)
+
+    def add_core(self, section: str) -> None:
+        """Resolve one of core's options classes, whether anything is said about it or not."""
+        option = CORE_OPTIONS[section]
+        given = self._given.by_slot.get(option.class_name)
+        self._resolve(option.class_name, section, functools.partial(load_target, option.target), given)
 
     def spec(self, kind: str, spec: Any, registry: CatalogView) -> None:
         """Resolve the options of a chosen spec; they are the class's defaults where no source says anything."""
@@ -215,6 +214,10 @@ class OptionResolver:
             slot = class_name(spec.options)
             given = self._given.by_slot.get(slot)
             self._resolve(slot, spec.name, functools.partial(registry.load, kind, spec.name, spec.options), given)
+
+    def notes(self) -> list[str]:
+        """What the resolved options say about values of theirs that change nothing."""
+        return [note for options in self.options.values() if isinstance(options, Options) for note in options.notes()]
 
     def _resolve(self, slot: str, section: str, load: Callable[[], type[Any]], given: Given | None) -> None:
         value = None if given is None else given.value
@@ -260,14 +263,18 @@ class Sections:
         """Sections that something installed reads."""
         return self._targets.keys()
 
-    def fields(self, section: str) -> set[str]:
-        """Names of the settings of a section."""
-        found: set[str] = set()
+    def classes(self, section: str) -> list[type[Options]]:
+        """The options classes that a section sets: usually one."""
+        found = []
         for kind, name, target in self._targets[section]:
             cls = self._registry.load(kind, name, target) if kind else load_target(target)
             if issubclass(cls, Options):
-                found.update(cls.hints())
+                found.append(cls)
         return found
+
+    def fields(self, section: str) -> set[str]:
+        """Names of the settings of a section."""
+        return {name for cls in self.classes(section) for name in cls.hints()}
 
     def check(self, file: ConfigFile) -> list[str]:
         """Refuse unknown keys in a file's sections; return sentences about sections that nothing installed reads.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -56,24 +57,30 @@ class Compiler:
         self.regional = regional
 
     def __call__(self, model: torch.nn.Module) -> None:
-        """Compile; a module that is compiled already stays as it is."""
+        """Compile; a module that is compiled already stays as it is.
+
+        Not with ``module.compile()``: torch passes over the frames of its own modules (Sequential, Linear, TransformerEncoder), so that of
+        a model made of them nothing would be compiled. From a frame of ours it inlines them, as ``torch.compile(module)`` does.
+        """
+        codes: dict[type, types.CodeType] = {}
         for module in (repeated_blocks(model) if self.regional else []) or [model]:
             if module._compiled_call_impl is None:
-                module._compiled_call_impl = torch.compile(_call_of(module), **self.arguments)
+                entry = _entry(module._call_impl, codes.get(type(module)))
+                codes[type(module)] = entry.__code__
+                module._compiled_call_impl = torch.compile(entry, **self.arguments)
 
 
-def _call_of(module: torch.nn.Module) -> Callable[..., Any]:
-    """The module's call, in a frame of ours.
+def _entry(call: Callable[..., Any], code: types.CodeType | None) -> types.FunctionType:
+    """The frame in which compiling begins.
 
-    ``Module.compile`` compiles nothing, and says nothing, where the class is torch's own (``Sequential``, ``TransformerEncoderLayer``): Dynamo skips
-    the frames of torch's files, of which ``forward`` is one.
+    What torch compiled is kept with a frame's code, a limited number of versions of it. Blocks of one class share them (they are compiled once);
+    different models have a ``code`` of their own, so that they don't use up each other's.
     """
-    call = module._call_impl
 
-    def call_module(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    return call_module
+    return types.FunctionType(code or run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
 
 
 def uncompile(model: torch.nn.Module) -> torch.nn.Module:

@@ -101,8 +101,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._optimizer.load_state_dict(state_dict)
 
     def parameters(self) -> list[torch.Tensor]:
-        """All parameters, over all groups."""
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        """The models' parameters that it updates, over all groups."""
+        return self._backend.optimizer_parameters(self._optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients where a window ends or starts; in between they are kept."""

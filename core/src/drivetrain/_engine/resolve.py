@@ -11,6 +11,7 @@ from drivetrain._engine.detect import ProcessSurvey, survey_process
 from drivetrain._engine.plan import Arguments, CatalogView, Choice, PreparePlan, Rejection
 from drivetrain._engine.variables import foreign_variables, unknown_variables
 from drivetrain.config.files import ConfigFile, read_config_file
+from drivetrain.config.origins import DEFAULT
 from drivetrain.config.precedence import Resolved, resolve_core
 from drivetrain.config.settings import CoreSettings, variable
 from drivetrain.errors import ConfigurationError
@@ -57,6 +58,7 @@ def resolve(
     options.core()
     core = _link(core, options, "gradient_accumulation_steps", "GradientAccumulationPlugin", "num_steps")
     core = _link(core, options, "dynamo_backend", "TorchDynamoPlugin", "backend")
+    core = _link_directories(core, options)
     survey = _survey(arguments, registry, environ, options)
     chooser = Chooser(registry, availability, core.value, core.origins, given, survey.process)
     chooser.choices.append(_process_choice(survey.process))
@@ -86,6 +88,7 @@ def resolve(
         *survey.notes,
         *_device_notes(survey.process, device, request.device_count),
         *_unused(given, options, backend),
+        *options.notes(),
         *_unread(file, environ, Sections(registry)),
     ]
     return PreparePlan(
@@ -147,6 +150,28 @@ def _link(
             f"{setting}={value!r} ({origin}) and {slot}.{field}={other!r} ({other_origin}) contradict each other. Give one of them."
         )
     return Resolved(core.value.replaced(**{setting: other}), {**core.origins, setting: other_origin})
+
+
+def _link_directories(core: Resolved[CoreSettings], options: OptionResolver) -> Resolved[CoreSettings]:
+    """``project_dir`` and ``logging_dir`` are also fields of `ProjectConfiguration`, which checkpoints and scripts ask.
+
+    Raises:
+        ConfigurationError: If equally strong sources say different things.
+    """
+    slot = "ProjectConfiguration"
+    if slot not in options.options:
+        if core.value.project_dir is None and core.value.logging_dir is None:
+            return core
+        options.add_core("project")
+    core = _link(core, options, "project_dir", slot, "project_dir")
+    if options.origins[f"{slot}.logging_dir"] != DEFAULT:
+        return _link(core, options, "logging_dir", slot, "logging_dir")
+    project = options.options[slot]
+    logging_dir = core.value.logging_dir or project.project_dir
+    if project.logging_dir != logging_dir:
+        options.options[slot] = project.replaced(logging_dir=logging_dir)
+    options.origins[f"{slot}.logging_dir"] = core.origins["logging_dir"]
+    return Resolved(core.value.replaced(logging_dir=logging_dir), core.origins)
 
 
 def _process_choice(process: ProcessInfo) -> Choice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -85,6 +85,11 @@ class AcceleratorSession:
         """Whether an accumulation window is open."""
         return self._accelerator.gradient_state.is_open
 
+    @property
+    def window_reduction(self) -> Literal["sum", "mean"]:
+        """How ranks' gradients of an open window combine: item-weighted ones add up, others are means already."""
+        return "sum" if self._accelerator.gradient_state.counts_items else "mean"
+
     def window_state(self) -> Mapping[str, float]:
         """Sums over this rank's part of open windows."""
         return self._accelerator.gradient_state.window_sums(self.models)
@@ -123,3 +128,7 @@ class AcceleratorSession:
     def tracker_run_ids(self) -> Mapping[str, str]:
         """Ids of the runs of trackers."""
         return self._accelerator._hub.run_ids()
+
+    def set_tracker_run_ids(self, run_ids: Mapping[str, str]) -> None:
+        """Runs that ``init_trackers`` goes on with."""
+        self._accelerator._run_ids = dict(run_ids)

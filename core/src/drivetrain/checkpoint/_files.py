@@ -97,7 +97,7 @@ class ChecksummedFile:
             os.close(self._fd)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes."""
+        """Append bytes. The memory must not change until the file is closed."""
         view = memoryview(data)
         for start in range(0, len(view), _BLOCK):
             block = view[start : start + _BLOCK]
@@ -110,7 +110,6 @@ class ChecksummedFile:
             self._size += len(block)
             while block:
                 block = block[os.write(self._fd, block) :]
-        self._crc = self._checksum()  # the caller may reuse the memory
 
     def _checksum(self) -> int:
         if self._pending is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.checkpoint._files import explain_os_error, fsync_directory, fsync_file, temporary_name, write_file
+from drivetrain.checkpoint._files import explain_os_error, fsync_directory, temporary_name, write_file
 from drivetrain.checkpoint.layout import shard_file, shard_names
 from drivetrain.checkpoint.safetensors_format import SafetensorsReader, write_safetensors
 from drivetrain.checkpoint.tensors import is_dtensor, tensor_identity
@@ -104,8 +104,7 @@ def save_model(
                     others = {a: kept for a, kept in aliases.items() if kept in part and a != "format"}
                     write_safetensors(temporary, part, {"format": "pt", **others})
                 else:
-                    torch.save(part, temporary)
-                    fsync_file(temporary)
+                    _pickle(part, temporary)
             written.append(path)
         if len(shards) > 1:
             index = {
@@ -226,8 +225,15 @@ def save(
             tensors, aliases = _without_aliases(obj)
             write_safetensors(temporary, tensors, {"format": "pt", **aliases})
         else:
-            torch.save(obj, temporary)
-            fsync_file(temporary)
+            _pickle(obj, temporary)
+
+
+def _pickle(obj: Any, path: Path) -> None:
+    # Through a file of Python's, which reports a missing folder or a full disk as what it is.
+    with path.open("xb") as file:
+        torch.save(obj, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _checked(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from drivetrain.config import Options
 from drivetrain.errors import ConfigurationError
@@ -49,6 +50,13 @@ class ProjectConfiguration(Options):
         if self.logging_dir is not None:
             self.logging_dir = os.fspath(self.logging_dir)
         self.set_directories(self.project_dir)
+
+    def explicit(self) -> dict[str, Any]:
+        """The fields that were given: a logging directory that only follows the project's isn't one of them."""
+        found = super().explicit()
+        if "logging_dir" not in self._given and self.logging_dir == self.project_dir:
+            found.pop("logging_dir", None)
+        return found
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Set the project's directory, and the logging directory where none was given."""

@@ -288,6 +288,7 @@ def _apply(session: Session, source: Source, read: _Read) -> None:
     for i, loader in enumerate(session.loaders):
         _put(loader.load_state_dict, read.first, f"loader[{i}]")
     _put(session.set_counters, read.objects, "counters")
+    _put(session.set_tracker_run_ids, read.objects, "tracker_run_ids")
     _set_gradients(session, read.gradients)
     session.set_window_state(read.window)
     if read.own is not None:  # last: whatever ran before may have drawn numbers

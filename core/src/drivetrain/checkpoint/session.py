@@ -97,6 +97,9 @@ class Session(Protocol):
     def tracker_run_ids(self) -> Mapping[str, str]:
         """Ids of the runs of trackers, by tracker."""
 
+    def set_tracker_run_ids(self, run_ids: Mapping[str, str]) -> None:
+        """Runs to go on with: what `tracker_run_ids` returned when the checkpoint was saved."""
+
 
 def check_stateful(objects: Iterable[Any]) -> None:
     """Refuse objects that can't be registered for checkpointing.

@@ -161,7 +161,9 @@ _SETTINGS = {
 @_option(
     "Failures", "--shutdown-timeout", type=float, metavar="SECONDS", help="Time that ranks have to end after a signal."
 )
-@_option("Failures", "--debug/--no-debug", default=None, help="Check shapes before collectives.")
+@_option(
+    "Failures", "--debug/--no-debug", default=None, help="Have torch compare every collective of every rank: slow."
+)
 @_option("Launcher", "--on", metavar="NAME", help="Who starts the processes; default: local.")
 @_option("Launcher", "--dry-run", is_flag=True, help="Print what would be run, and run nothing.")
 @click.pass_context

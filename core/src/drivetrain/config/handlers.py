@@ -155,13 +155,19 @@ class ProfileKwargs(Options):
         """Make the profiler that these options describe; imports torch.
 
         Raises:
-            ConfigurationError: If torch has no such activity here.
+            ConfigurationError: If torch has no such activity, or none of them can be recorded here.
         """
         import torch
 
         activities = None
         if self.activities is not None:
             activities = [_activity(torch.profiler.ProfilerActivity, name) for name in self.activities]
+            possible = torch.profiler.supported_activities()
+            if not possible.intersection(activities):
+                names = ", ".join(sorted(a.name.lower() for a in possible))
+                raise ConfigurationError(
+                    f"ProfileKwargs: activities={self.activities} can't be recorded here. Possible: {names or 'none'}."
+                )
         schedule = None
         if self.schedule_option is not None:
             arguments = {"wait": 0, "warmup": 0, "active": 1, **self.schedule_option}

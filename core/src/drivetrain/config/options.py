@@ -72,6 +72,10 @@ class Options:
         """The fields that were given: keyword arguments for the constructor that these options stand for."""
         return self.explicit()
 
+    def notes(self) -> list[str]:
+        """Sentences about given values that change nothing, such as switching off what is always on; the user is told them once."""
+        return []
+
     def replaced(self: T, **changes: Any) -> T:
         """A copy with other values, which count as given."""
         new = copy.copy(self)

@@ -10,6 +10,12 @@ from drivetrain.errors import ConfigurationError
 
 __all__ = ["DataLoaderConfiguration"]
 
+#: Accelerate's switches for what loaders here always do.
+_ALWAYS = {
+    "use_seedable_sampler": "the order of samples always follows from seed and epoch.",
+    "use_stateful_dataloader": "loaders always have state_dict() and load_state_dict().",
+}
+
 
 @dataclass
 class DataLoaderConfiguration(Options):
@@ -57,6 +63,15 @@ class DataLoaderConfiguration(Options):
     prefetch: int = 1
     seed_batches: bool | Literal["auto"] = "auto"
     keep_global_batch: bool = False
+
+    def notes(self) -> list[str]:
+        """What is switched off and always on."""
+        given = self.explicit()
+        return [
+            f"DataLoaderConfiguration({name}=False) changes nothing: {what} Leave it out."
+            for name, what in _ALWAYS.items()
+            if given.get(name) is False
+        ]
 
     def validate(self) -> None:
         """Check types and values.

@@ -206,6 +206,7 @@ class _Sending:
     data: torch.Tensor
 
     def wait(self) -> torch.Tensor:
+        """Until it has arrived; to be called once, for a second call would wait for another message."""
         try:
             self.work.wait()
         except RuntimeError as error:
@@ -311,9 +312,8 @@ def follow(channel: Channel, *, ahead: bool) -> Iterator[Delivery]:
             yield Delivery(batch, cut, kind == _END)
         if kind == _ERROR:
             assert coming is not None
-            raise DistributedOperationError(
-                f"Reading data failed on rank 0, which reads for all: {unpack(coming.wait())}"
-            )
+            text, coming = unpack(coming.wait()), None
+            raise DistributedOperationError(f"Reading data failed on rank 0, which reads for all: {text}")
     finally:
         if coming is not None:
             with contextlib.suppress(DistributedOperationError):

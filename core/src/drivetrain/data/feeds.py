@@ -284,7 +284,7 @@ class MapFeed(Feed):
     def _local(self, plan: Plan, start: int) -> Pairs:
         context = self.context
         rank, world = context.ranks.index, plan.layout.world
-        stop = plan.steps[rank]
+        stop = max(start, plan.steps[rank])
         seed = self._epoch_seed()
         requests = ((plan.indices(step, rank), batch_seed(seed, step * world + rank)) for step in range(start, stop))
         batches = context.reader.read(requests, stop - start, derive_seed(seed, _WORKERS, rank))

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-
 __all__ = ["BatchSeeder", "Seeded", "batch_seed", "seed_generators"]
 
 # The CPU's default generator is one object for the process's life. The methods are looked up once: they are called for each batch.
@@ -161,4 +160,3 @@ class BatchSeeder:
         same = now["state"]["pos"] == numpy["state"]["pos"] and now["has_gauss"] == numpy["has_gauss"]
         if not same or not np.array_equal(now["state"]["key"], numpy["state"]["key"]):
             self.used.add("numpy")
-

@@ -246,15 +246,13 @@ class ShardedStreamFeed(StreamFeed):
 
     def _received(self, counts: list[int], before: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
         """Samples in each rank's batch: its last one's again, where it has no other."""
-        if layout.even == "repeat" and all(counts):
-            return layout.shares
         received = tuple(n or old for n, old in zip(counts, before, strict=True))
         if 0 in received:
             raise DistributedOperationError(
                 f"The shard of rank {received.index(0)} is empty, so it has no batch for a step that the others make. "
                 "Use at least as many shards as ranks, or even_batches=False."
             )
-        return received
+        return layout.shares if layout.even == "repeat" else received
 
     def _stream_layout(self, layout: Layout) -> Layout:
         return replace(layout, world=1, round_rows=layout.shares[self.context.ranks.index])

@@ -40,6 +40,7 @@ class BackendContext:
         options: The backend's own options object (of ``spec.options``), or None if the spec has none.
         handlers: Other options objects that the user gave, by class name (``InitProcessGroupKwargs``, ``AutocastKwargs``).
         gradient_accumulation_steps: Micro-batches per window.
+        debug: Collectives are to be checked as thoroughly as can be, at the cost of speed.
         compiler: Called with a module after it was placed and before it is wrapped; compiles it (regionally) in place, or does nothing.
     """
 
@@ -50,6 +51,7 @@ class BackendContext:
     options: Any = None
     handlers: Mapping[str, Any] = field(default_factory=dict)
     gradient_accumulation_steps: int = 1
+    debug: bool = False
     compiler: Any = None
 
 
@@ -107,7 +109,7 @@ class Backend:
         self.context.device.activate(self.device)
 
     def teardown(self) -> None:
-        """Undo `setup`; called by ``end_training`` and at exit. Idempotent."""
+        """Undo `setup`; called by ``end_training``. Idempotent."""
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
@@ -123,6 +125,28 @@ class Backend:
     def data_world_size(self) -> int:
         """Number of processes that hold different data: N of every mean over the global batch."""
         return self.context.process.world_size
+
+    @property
+    def gradient_group(self) -> dist.ProcessGroup | None:
+        """Processes over which gradients are averaged: those that hold different data, and those that hold parts of the same rows.
+
+        Item counts (``backward(loss, weight=n)``) are summed over it. A backend that divides sequences says here with whom.
+        """
+        return self.data_group
+
+    @property
+    def gradient_world_size(self) -> int:
+        """Number of processes in `gradient_group`."""
+        return self.data_world_size
+
+    @property
+    def micro_batches_per_call(self) -> int:
+        """Micro-batches that one call of a prepared model takes: all of a window's where a schedule owns forward and backward, else one.
+
+        Loaders hand out so many at once, joined along the rows, and windows are that many times shorter. The call runs the schedule and
+        returns the mean loss, as a tensor whose autograd function multiplies the gradients so far by what arrives in `backward`.
+        """
+        return self.context.gradient_accumulation_steps if Capability.OWNS_SCHEDULE in self.spec.capabilities else 1
 
     # -- objects -----------------------------------------------------------------------------------------------------------
 
@@ -165,6 +189,13 @@ class Backend:
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The user's model under what `wrap_model` put around it."""
         return model
+
+    def optimizer_parameters(self, optimizer: Any) -> list[torch.Tensor]:
+        """The parameters of models that an optimizer updates, as the models have them, in the order of its groups.
+
+        A backend whose optimizer works on buffers of its own (flat shards, fp32 copies) says here which parameters they stand for.
+        """
+        return [p for group in optimizer.param_groups for p in group["params"]]
 
     # -- one accumulation window -------------------------------------------------------------------------------------------
 

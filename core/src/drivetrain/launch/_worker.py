@@ -20,7 +20,6 @@ from types import CodeType, ModuleType, TracebackType
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # the typing module itself isn't needed in a rank
-    from collections.abc import Callable
     from typing import Any
 
 #: Seconds that a rank has from its uncaught exception to its end: exit handlers may still upload or flush something.
@@ -62,23 +61,38 @@ def _fail(error: BaseException) -> None:
     import faulthandler
 
     error.__traceback__ = _users_part(error)
-    hook = sys.excepthook
-    custom = _is_users(hook)
-    recorded = _record(error, shown=custom)
+    recorded = _record(error)
     faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
-    if custom or not recorded:
-        hook(type(error), error, error.__traceback__)
+    if not recorded:
+        sys.excepthook(type(error), error, error.__traceback__)
+    elif sys.excepthook is not sys.__excepthook__:
+        said = _run_hook(error)
+        if said:
+            sys.stderr.write(said)
+            _record(error, shown=True)
     raise SystemExit(1)
 
 
-def _is_users(hook: Callable[..., object]) -> bool:
-    """Whether an excepthook is neither Python's nor the one that torch puts around it, which labels lines with the rank."""
-    while getattr(hook, "__module__", "").startswith("torch."):
-        cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
-        if "old_hook" not in cells:
-            return False
-        hook = cells["old_hook"].cell_contents
-    return hook is not sys.__excepthook__
+def _run_hook(error: BaseException) -> str:
+    """Run the excepthook that some library or the user has set, for what it does besides printing.
+
+    Returns:
+        What it printed, unless that is Python's own traceback (with torch's label on each line, perhaps): the launcher shows that.
+    """
+    import io
+    import re
+    import traceback
+
+    stderr, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException:  # as Python itself does: the hook's mistake mustn't hide the error
+        sys.stderr.write(traceback.format_exc())
+    finally:
+        said, sys.stderr = sys.stderr.getvalue(), stderr
+    plain = re.sub(r"^\[rank\d+\]: ", "", said, flags=re.MULTILINE).strip().splitlines()
+    usual = "".join(traceback.format_exception(type(error), error, error.__traceback__)).strip().splitlines()
+    return "" if plain and (plain[0], plain[-1]) == (usual[0].strip(), usual[-1]) else said
 
 
 def _script(path: str) -> tuple[CodeType, ModuleType]:

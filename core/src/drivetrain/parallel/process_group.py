@@ -19,6 +19,9 @@ from drivetrain.specs import ProcessInfo
 
 __all__ = ["ControlGroup", "ProcessGroupHandle", "barrier", "find_free_port", "init_process_group"]
 
+#: torch.distributed with the names that its type stubs leave out.
+_torch: Any = dist
+
 #: Backends that serve the CPU and, staged through it or directly, accelerators.
 _GENERAL = ("gloo", "mpi", "ucc", "fake")
 
@@ -30,6 +33,7 @@ class ProcessGroupHandle:
     Args:
         owned: Whether `init_process_group` made it. One that was there before belongs to whoever made it.
         backend: What it communicates with, by device type: ``"cpu:gloo,cuda:nccl"``.
+        level: torch.distributed's debug level before the group was made, where that was raised for it.
 
     Example:
         >>> ProcessGroupHandle(owned=False, backend="cpu:gloo").destroy()
@@ -37,12 +41,15 @@ class ProcessGroupHandle:
 
     owned: bool
     backend: str
+    level: Any = None
 
     def destroy(self) -> None:
         """End the group if it is ours. Idempotent."""
         if self.owned and dist.is_initialized():
             dist.destroy_process_group()
-        self.owned = False
+        if self.level is not None:
+            _torch.set_debug_level(self.level)
+        self.owned, self.level = False, None
 
 
 def init_process_group(
@@ -53,6 +60,7 @@ def init_process_group(
     device_backend: str,
     timeout: float | timedelta | None = None,
     init_method: str | None = None,
+    debug: bool = False,
 ) -> ProcessGroupHandle:
     """Make the process group of the job, or take the one that is there. Collective.
 
@@ -65,6 +73,8 @@ def init_process_group(
         device_backend: The backend for that kind of device; empty if it has none: then its tensors are sent through the CPU.
         timeout: Seconds (or a timedelta) after which a rendezvous or a collective is given up; None for torch's default.
         init_method: Where to meet (``env://``, ``tcp://host:port``, ``file:///path``); None: where ``process`` says.
+        debug: Have torch compare every collective of every rank before it runs, also those of a model's gradients
+            (``DebugLevel.DETAIL``): slow, and a mismatch is an error that names it. The level holds until the handle is destroyed.
 
     Returns:
         A handle; ``handle.destroy()`` ends the group if it was made here.
@@ -87,7 +97,7 @@ def init_process_group(
         )
     wanted = _backend_string(backend, device, device_backend)
     if dist.is_initialized():
-        return _reuse(process, backend, device, timeout)
+        return _reuse(process, backend, device, timeout, init_method, debug)
     arguments: dict[str, Any] = {"timeout": _as_timedelta(timeout)} if timeout is not None else {}
     if process.world_size == 1 and init_method is None:
         arguments["store"] = dist.HashStore()  # type: ignore[attr-defined]  # nobody to meet: no address is needed
@@ -96,16 +106,26 @@ def init_process_group(
     if device.type != "cpu" and device.index is not None and f"{device.type}:" in wanted:
         arguments["device_id"] = device  # collectives without tensors and new groups then know their device
     _check_backend(wanted)
+    level = _raise_debug_level() if debug else None
     try:
         dist.init_process_group(wanted, rank=process.rank, world_size=process.world_size, **arguments)
     except RuntimeError as error:
+        if level is not None:
+            _torch.set_debug_level(level)
         raise EnvironmentDetectionError(
             f"Rank {process.rank} of {process.world_size} couldn't join the others at "
             f"{arguments.get('init_method', 'its own store')} ({process.reason}): {error}\n"
             "Check that every process was started, with the same address and world size and a rank of its own, and that the "
             "address can be reached from each machine."
         ) from error
-    return ProcessGroupHandle(owned=True, backend=dist.get_backend_config())
+    return ProcessGroupHandle(owned=True, backend=dist.get_backend_config(), level=level)
+
+
+def _raise_debug_level() -> Any:
+    """What torch's variable TORCH_DISTRIBUTED_DEBUG=DETAIL does, without the variable; returns the level before."""
+    before = _torch.get_debug_level()
+    _torch.set_debug_level(_torch.DebugLevel.DETAIL)
+    return before
 
 
 def _backend_string(backend: str | None, device: torch.device, device_backend: str) -> str:
@@ -138,7 +158,12 @@ def _check_rendezvous(method: str, process: ProcessInfo) -> str:
 
 
 def _reuse(
-    process: ProcessInfo, backend: str | None, device: torch.device, timeout: float | timedelta | None
+    process: ProcessInfo,
+    backend: str | None,
+    device: torch.device,
+    timeout: float | timedelta | None,
+    init_method: str | None,
+    debug: bool,
 ) -> ProcessGroupHandle:
     rank, world = dist.get_rank(), dist.get_world_size()
     if (rank, world) != (process.rank, process.world_size):
@@ -159,9 +184,14 @@ def _reuse(
             f"The process group that is there already ({config}) can't send tensors of {device.type}. "
             f'End it first, or make it with `init_process_group("cpu:gloo,{device.type}:...")`.'
         )
-    if timeout is not None:
+    for name, value in (("timeout", timeout), ("init_method", init_method)):
+        if value is not None:
+            warnings.warn(f"The process group was made before; {name}={value!r} changes nothing.", stacklevel=3)
+    if debug and _torch.get_debug_level() != _torch.DebugLevel.DETAIL:
         warnings.warn(
-            f"The process group was made before with its own timeout; timeout={timeout} changes nothing.", stacklevel=3
+            "The process group was made before without debug, so torch doesn't compare its collectives: "
+            "make it with TORCH_DISTRIBUTED_DEBUG=DETAIL, or let Drivetrain make it.",
+            stacklevel=3,
         )
     return ProcessGroupHandle(owned=False, backend=config)
 

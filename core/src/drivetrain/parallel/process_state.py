@@ -30,7 +30,7 @@ class PartialState(ProcessControl):
         backend: Communication backend (see `drivetrain.parallel.process_group.init_process_group`); None for the device's own.
         timeout: Seconds (or a timedelta) after which a collective is given up; None for torch's default.
         init_method: Where processes meet; None: where the environment says.
-        debug: Stricter checks of collectives. None: the variable DRIVETRAIN_DEBUG decides.
+        debug: Have torch compare every collective of every rank (slow). None: the variable DRIVETRAIN_DEBUG decides.
         process: Who this process is; None: the environment says it.
         device: Where it computes; None: the best device there is, by local rank.
         device_backend: The communication backend of ``device``; needed with it unless it is the CPU.
@@ -59,7 +59,7 @@ class PartialState(ProcessControl):
         device_backend: str | None = None,
     ) -> None:
         if process is None:
-            process = _detect_process(os.environ)
+            process = detect_process(os.environ)
         if device is None:
             spec = _choose_device(cpu or _flag("DRIVETRAIN_CPU"))
             device, device_backend = _place(spec, process), spec.communication_backend
@@ -74,6 +74,7 @@ class PartialState(ProcessControl):
                 device_backend=device_backend or "gloo",
                 timeout=timeout,
                 init_method=init_method,
+                debug=self.debug,
             )
 
     @property
@@ -117,7 +118,7 @@ class PartialState(ProcessControl):
         )
 
 
-def _detect_process(environ: Mapping[str, str]) -> ProcessInfo:
+def detect_process(environ: Mapping[str, str]) -> ProcessInfo:
     """Ask the registered clusters; where none applies, a process group that the script made itself knows rank and world size."""
     clusters = load_target("drivetrain._plugins:get_registry")().specs("cluster").values()
     process: ProcessInfo = load_target("drivetrain._engine.detect:detect_process")(clusters, environ)

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from drivetrain._lazy import load_target
 from drivetrain.errors import ConfigurationError
 from drivetrain.interfaces.tracker import Tracker, TrackerContext
 from drivetrain.specs import TrackerSpec
 
-__all__ = ["GeneralTracker", "GeneralTrackerAdapter"]
+__all__ = ["GeneralTracker", "GeneralTrackerAdapter", "on_main_process"]
+
+S = TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_main_process(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
+    """Decorate a tracker's method: it runs on the main process alone, and returns None on the others.
+
+    A tracker with ``main_process_only = False`` runs it on every rank. Who is main is read from the environment at each call, so a tracker may be
+    made before the Accelerator, and no process group is joined for it.
+
+    Example:
+        >>> class Printer:
+        ...     @on_main_process
+        ...     def log(self, values):
+        ...         return sorted(values)
+        >>> Printer().log({"b": 1, "a": 2})
+        ['a', 'b']
+    """
+
+    @functools.wraps(method)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        if getattr(self, "main_process_only", True):
+            process = load_target("drivetrain.parallel.process_state:detect_process")(os.environ)
+            if process.rank != 0:
+                return None
+        return method(self, *args, **kwargs)
+
+    return call
 
 
 class GeneralTracker:

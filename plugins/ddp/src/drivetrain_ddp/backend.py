@@ -44,6 +44,7 @@ class DDPBackend(Backend):
             self.context.process,
             device=self.device,
             device_backend=self.context.device.spec.communication_backend,
+            debug=self.context.debug,
             **given,
         )
 

@@ -14,6 +14,9 @@ class TrackingFacade:
     """Logging to all trackers chosen with ``log_with``, from the main process."""
 
     _hub: TrackerHub
+    _step: int
+    #: Runs of the checkpoint that was loaded, by tracker.
+    _run_ids: Mapping[str, str] | None = None
 
     @property
     def trackers(self) -> list[Any]:
@@ -26,7 +29,7 @@ class TrackingFacade:
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Start a run in each tracker.
+        """Start a run in each tracker; after `load_state`, go on with the checkpoint's runs.
 
         Args:
             project_name: Name of the project in all systems.
@@ -41,7 +44,14 @@ class TrackingFacade:
             >>> accelerator.log({"loss": 0.5}, step=1)
             >>> accelerator.end_training()
         """
-        self._hub.start(project_name, config=config, init_kwargs=init_kwargs)
+        resumes = bool(self._run_ids)
+        self._hub.start(
+            project_name,
+            config=config,
+            init_kwargs=init_kwargs,
+            run_ids=self._run_ids,
+            resume_step=self._step if resumes else None,
+        )
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
