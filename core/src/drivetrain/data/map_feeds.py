@@ -52,7 +52,7 @@ class MapFeed(Feed):
     def window(self, info: BatchInfo, size: int) -> WindowPlan | None:  # noqa: D102
         if self._plan is None or self.context.reads_items:
             return None
-        return self._plan.window(info.index, size, self.context.ranks.index)
+        return self._plan.window(info.index, size)
 
     def open(self, skip: int | None) -> Pairs:  # noqa: D102
         context, progress = self.context, self.context.progress
