@@ -30,6 +30,10 @@ HERE = Path(__file__).parent
 WORLD = 2
 TOLERANCE = 5e-6
 BACKENDS = {"fsdp": ("fsdp-prototype", None)} | {f"deepspeed-{n}": ("deepspeed-prototype", n) for n in range(4)}
+REFUSED = {
+    ("deepspeed-0", check): "At stage 0 the engine's fp16 optimizer is another one" for check in ("fp16", "overflow")
+}
+REFUSED |= {(f"deepspeed-{n}", "used_optimizer"): "The optimizer must be a new one" for n in range(4)}
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "DRIVETRAIN_PLUGINS": "prototypes"}
 
 
@@ -94,7 +98,7 @@ class Checks:
 
     def behaviour(self, name: str) -> Iterator[tuple[str, str, str]]:
         """Name, what is checked, what was found."""
-        checks = [
+        for check in (
             self.metrics,
             self.by_hand,
             self.two_losses,
@@ -104,20 +108,18 @@ class Checks:
             self.overflow,
             self.resume,
             self.elsewhere,
-        ]
-        for check in checks:
+        ):
+            refusal = REFUSED.get((name, check.__name__))
             try:
                 found = check(name)
+                self.failures += refusal is not None
             except RemoteError as error:
-                reason = str(error).strip().splitlines()[-1]
-                refused = reason.startswith(
-                    ("drivetrain.errors.UnsupportedError", "drivetrain.errors.NotPreparedError")
-                )
-                found = f"refused: {reason.split(': ', 1)[-1]}" if refused else f"WRONG: {error}"
+                refused = refusal is not None and all(refusal in text for text in error.failures.values())
+                found = f"refused: {refusal}" if refused else f"WRONG: {error}"
                 self.failures += not refused
             except (AssertionError, DrivetrainError) as error:
-                self.failures += 1
                 found = f"WRONG: {error}"
+                self.failures += 1
             yield name, str(check.__doc__), found
 
     def metrics(self, name: str) -> str:
