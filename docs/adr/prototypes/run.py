@@ -100,6 +100,7 @@ class Checks:
         """Name, what is checked, what was found."""
         for check in (
             self.metrics,
+            self.stream,
             self.by_hand,
             self.two_losses,
             self.used_optimizer,
@@ -127,6 +128,13 @@ class Checks:
         seen = self.pool.run(self.on_rank.metrics, Case(), *BACKENDS[name])
         assert all(s == list(range(45)) for s in seen), seen
         return "each sample once, in order"
+
+    def stream(self, name: str) -> str:
+        """windows of 4 of a stream of unknown length, corrected at their end"""
+        case = Case(accumulation=4, sized=False)
+        found = self.pool.run(self.on_rank.parity, case, *BACKENDS[name])[0]
+        figures = differences(found, reference(case, WORLD))
+        return self.close(max(v for v in figures.values() if v == v))
 
     def by_hand(self, name: str) -> str:
         """windows of 4 cut by the script"""
