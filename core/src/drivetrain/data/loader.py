@@ -242,6 +242,11 @@ class PreparedDataLoader(DataLoader[T_co]):
         """The epoch being read, or read next."""
         return self._drivetrain.context.progress.epoch
 
+    @property
+    def resumes(self) -> bool:
+        """Whether the next iteration starts at a position inside an epoch that was loaded."""
+        return self._drivetrain.context.progress.resumes
+
     def set_epoch(self, epoch: int) -> None:
         """The next iteration reads this epoch. A position inside it that was loaded is kept.
 

@@ -80,5 +80,5 @@ def _try(take: Any) -> tuple[Any, BaseException | None]:
 def _has_streams(device: torch.device) -> bool:
     if device.type == "cpu":
         return False
-    module = torch.get_device_module(device)
+    module = getattr(torch, device.type, None)  # a lazy device has none
     return all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))
