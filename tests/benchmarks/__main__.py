@@ -50,8 +50,9 @@ def main() -> int:
     parser.add_argument("--peers", nargs="+", help="peers of the steps benchmark (default: all that are installed)")
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2], help="for the steps benchmark")
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4], help="for the steps benchmark")
-    parser.add_argument("--blocks", type=int, default=40, help="measured epochs per peer")
-    parser.add_argument("--batches", type=int, default=200, help="steps per epoch")
+    parser.add_argument("--blocks", type=int, default=300, help="turns of each peer in the steps benchmark")
+    parser.add_argument("--steps", type=int, default=20, help="steps in a turn")
+    parser.add_argument("--batches", type=int, default=400, help="steps in an epoch")
     parser.add_argument("--repeats", type=int, default=12, help="runs of each process")
     parser.add_argument("--launches", type=int, default=8, help="launches of each kind")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
@@ -83,6 +84,7 @@ def _measure(args: argparse.Namespace) -> Report:
                     processes=count,
                     accumulation=accumulation,
                     blocks=args.blocks,
+                    steps=args.steps,
                     batches=args.batches,
                 )
                 report.rows += steps.rows(result, title)

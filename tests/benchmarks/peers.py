@@ -1,13 +1,14 @@
 """The same training loop written with each peer.
 
-One epoch is one measured block. All peers start from the same weights, see the same rows in each global batch, accumulate
-over the same windows, clip to the same norm and step the same scheduler, so that they end with equal weights.
+An epoch is a generator that pauses after each step, so that peers can take turns inside their epochs. All peers start from
+the same weights, see the same rows in each global batch, accumulate over the same windows, clip to the same norm and step the
+same scheduler, so that they end with equal weights.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -49,10 +50,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A peer that is set up: ``epoch()`` trains one epoch; ``model`` is the bare one."""
+    """A peer that is set up: ``epoch()`` trains one epoch, step by step; ``model`` is the bare one."""
 
     name: str
-    epoch: Callable[[], None]
+    epoch: Callable[[], Iterator[None]]
     model: nn.Module
 
 
@@ -71,7 +72,7 @@ def _hand(name: str, task: Task) -> Peer:
         sampler = DistributedSampler(data, task.world_size, task.rank, shuffle=False)
     loader = DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler)
 
-    def epoch() -> None:
+    def epoch() -> Iterator[None]:
         for index, (x, y) in enumerate(loader):
             last = (index + 1) % k == 0
             with nullcontext() if last or task.world_size == 1 else model.no_sync():  # type: ignore[operator]
@@ -82,6 +83,7 @@ def _hand(name: str, task: Task) -> Peer:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
+            yield
 
     return Peer(name, epoch, bare)
 
@@ -97,7 +99,7 @@ def _accelerator(name: str, task: Task) -> Peer:
         bare, optimizer, scheduler, DataLoader(data, batch_size=BATCH_SIZE)
     )
 
-    def epoch() -> None:
+    def epoch() -> Iterator[None]:
         for x, y in loader:
             with accelerator.accumulate(model):
                 loss = mse_loss(model(x), y)
@@ -107,6 +109,7 @@ def _accelerator(name: str, task: Task) -> Peer:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
+            yield
 
     return Peer(name, epoch, bare)
 
@@ -123,7 +126,7 @@ def _fabric(name: str, task: Task) -> Peer:
     loader = fabric.setup_dataloaders(DataLoader(data, batch_size=BATCH_SIZE))
     k = task.accumulation
 
-    def epoch() -> None:
+    def epoch() -> Iterator[None]:
         for index, (x, y) in enumerate(loader):
             last = (index + 1) % k == 0
             with fabric.no_backward_sync(model, enabled=not last):
@@ -135,6 +138,7 @@ def _fabric(name: str, task: Task) -> Peer:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
+            yield
 
     return Peer(name, epoch, bare)
 

@@ -1,4 +1,4 @@
-"""Overhead per step: a process (or two) in which all peers train in turn, block by block.
+"""Overhead per step: a process (or two) in which all peers train in turn, a few steps each.
 
 ``measure`` starts it and reads what it found. Times are CPU times of the process: what other programs do on the machine
 doesn't count, and waiting for the other rank doesn't either. Wall times are kept beside them.
@@ -16,7 +16,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,10 @@ from .table import Row
 TARGETS = {"accelerate": 0.25, "fabric": 0.5}
 
 
-def measure(*, peers: list[str], processes: int, accumulation: int, blocks: int, batches: int) -> dict[str, Any]:
-    """Run all ``peers`` in turn, ``blocks`` times; return their times per step in microseconds, and what they did."""
+def measure(
+    *, peers: list[str], processes: int, accumulation: int, blocks: int, steps: int, batches: int
+) -> dict[str, Any]:
+    """Let each of ``peers`` train ``steps`` steps in turn, ``blocks`` times; return their times per step in microseconds, and what they did."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
@@ -41,7 +45,7 @@ def measure(*, peers: list[str], processes: int, accumulation: int, blocks: int,
             str(out),
         ]
         command += ["--peers", *peers, "--accumulation", str(accumulation)]
-        command += ["--blocks", str(blocks), "--batches", str(batches)]
+        command += ["--blocks", str(blocks), "--steps", str(steps), "--batches", str(batches)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"the steps benchmark failed:\n{done.stderr[-4000:]}")
@@ -77,7 +81,7 @@ def differences(result: dict[str, Any]) -> list[str]:
             found.append(f"{name}: collectives {facts['collectives']}, the hand-written loop {hand['collectives']}")
         ours, theirs = Counter(facts["operators"]), Counter(hand["operators"])
         if extra := {op: n for op in sorted(ours | theirs) if (n := ours[op] - theirs[op])}:
-            found.append(f"{name}: operators more or fewer than by hand, per {result['steps']} steps: {extra}")
+            found.append(f"{name}: operators more or fewer than by hand, per {result['epoch']} steps: {extra}")
     return found
 
 
@@ -88,6 +92,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", required=True)
     parser.add_argument("--accumulation", type=int, required=True)
     parser.add_argument("--blocks", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--batches", type=int, required=True)
     args = parser.parse_args()
 
@@ -113,9 +118,9 @@ def main() -> None:
         }
         for name, peer in built.items()
     }
-    cpu, wall = _interleave(built, args.blocks, args.batches, world_size)
+    cpu, wall = _interleave(built, args.blocks, args.steps, world_size)
     if rank == 0:
-        Path(args.out).write_text(json.dumps({"cpu": cpu, "wall": wall, "facts": facts, "steps": args.batches}))
+        Path(args.out).write_text(json.dumps({"cpu": cpu, "wall": wall, "facts": facts, "epoch": args.batches}))
 
 
 def _interleave(built: dict[str, Any], blocks: int, steps: int, world_size: int) -> tuple[dict, dict]:
@@ -123,22 +128,30 @@ def _interleave(built: dict[str, Any], blocks: int, steps: int, world_size: int)
 
     cpu: dict[str, list[float]] = {name: [] for name in built}
     wall: dict[str, list[float]] = {name: [] for name in built}
+    running = {name: _forever(peer) for name, peer in built.items()}
     shuffle = random.Random(0)  # the same order on every rank
+    # What importing made is no part of the loops: keep the collector from walking over it in somebody's turn.
+    gc.collect()
+    gc.freeze()
     for _ in range(blocks):
         for name in shuffle.sample(list(built), len(built)):
-            gc.collect()
+            turn = islice(running[name], steps)
             if world_size > 1:
                 dist.barrier()
-            epoch = built[name].epoch
             started_wall, started_cpu = time.perf_counter(), time.process_time()
-            epoch()
+            deque(turn, maxlen=0)
             cpu[name].append((time.process_time() - started_cpu) / steps * 1e6)
             wall[name].append((time.perf_counter() - started_wall) / steps * 1e6)
     return cpu, wall
 
 
+def _forever(peer: Any) -> Iterator[None]:
+    while True:
+        yield from peer.epoch()
+
+
 def _weights_after_one_epoch(peer: Any) -> list[Any]:
-    peer.epoch()
+    deque(peer.epoch(), maxlen=0)
     return [parameter.detach().clone() for parameter in peer.model.parameters()]
 
 
@@ -147,7 +160,7 @@ def _work(peer: Any) -> dict[str, dict[str, int]]:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        peer.epoch()
+        deque(peer.epoch(), maxlen=0)
     counts = Counter(event.name for event in profiler.events())
     return {
         "operators": {name: n for name, n in sorted(counts.items()) if name.startswith("aten::")},

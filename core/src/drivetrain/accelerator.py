@@ -243,9 +243,10 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
         )
 
     def _wrap_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        own = self._objects.find(getattr(scheduler, "optimizer", None))
         return PreparedScheduler(
             scheduler,
-            self._optimizers,
+            self._optimizers if own is None else [own],
             accumulator=self.gradient_state,
             step_with_optimizer=self.step_scheduler_with_optimizer,
         )
@@ -264,6 +265,8 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
             put_on_device=placement,
             rng_types=self.plan.settings.rng_types,
             slice_fn_for_dispatch=slice_fn,
+            micro_batches=self.backend.micro_batches_per_call,
+            replicated=self.backend.data_world_size < self.num_processes,
         )
 
     def prepare_model(

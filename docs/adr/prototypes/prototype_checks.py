@@ -22,13 +22,22 @@ def keywords(backend: str, stage: int | None, **more: Any) -> dict[str, Any]:
     return {"backend": ZeROOptions(stage=stage), "cpu": True, **more}
 
 
-def parity(case: Case, backend: str, stage: int | None) -> Result:
+def _allow_fp16() -> None:
+    """The engine asks the processor for fp16 instructions, which it needn't have to compute in fp16."""
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+
+
+def parity(case: Case, backend: str, stage: int | None, **more: Any) -> Result:
     """Train as the reference does."""
-    return train(dataclasses.replace(case, accelerator=keywords(backend, stage)))
+    if stage is not None:
+        _allow_fp16()
+    return train(dataclasses.replace(case, accelerator=keywords(backend, stage, **more)))
 
 
 class Job:
-    """An Accelerator with the objects of a case."""
+    """An Accelerator with the objects of a case; ends it on the way out."""
 
     def __init__(self, case: Case, backend: str, stage: int | None, **more: Any) -> None:
         self.case = case
@@ -39,9 +48,19 @@ class Job:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
         loader: Any = torch.utils.data.DataLoader(make_data(case.samples), batch_size=case.batch_size)  # type: ignore[arg-type]
-        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            model, optimizer, scheduler, loader
-        )
+        try:
+            self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+                model, optimizer, scheduler, loader
+            )
+        except BaseException:
+            self.accelerator.end_training()
+            raise
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.accelerator.end_training()
 
     def micro_batch(self, batch: Any, *, factor: float = 1.0) -> torch.Tensor:
         loss = cross_entropy(self.model(batch["x"]).float(), batch["y"]) * factor
@@ -64,102 +83,106 @@ class Job:
     def weights(self) -> dict[str, torch.Tensor]:
         return {n: t.detach().clone() for n, t in self.accelerator.get_state_dict(self.model).items()}
 
-    def close(self) -> None:
-        self.accelerator.end_training()
-
 
 def metrics(case: Case, backend: str, stage: int | None) -> list[int]:
-    """The rows that `gather_for_metrics` gives over an evaluation epoch, told apart by what the model made of them."""
-    job = Job(case, backend, stage)
+    """The rows that `gather_for_metrics` gives over an evaluation epoch, and then one of training."""
     rows = torch.stack([row["x"] for row in make_data(case.samples)])
     seen: list[int] = []
-    job.model.eval()
-    with torch.no_grad():
-        for batch in job.loader:
-            job.model(batch["x"])
-            for x in job.accelerator.gather_for_metrics(batch["x"]):
-                seen.append(int((rows - x).abs().sum(1).argmin()))
-    job.model.train()
-    job.epoch()  # evaluating left the model fit for training
-    job.close()
+    with Job(case, backend, stage) as job:
+        job.model.eval()
+        with torch.no_grad():
+            for batch in job.loader:
+                job.model(batch["x"])
+                seen += [int((rows - x).abs().sum(1).argmin()) for x in job.accelerator.gather_for_metrics(batch["x"])]
+        job.model.train()
+        job.epoch()
     return seen
 
 
 def overflow(case: Case, backend: str, stage: int | None, *, shard: bool) -> dict[str, Any]:
     """Three windows in fp16; in the second one, rank 1 alone has an infinite loss, or an infinity in its shard."""
-    if stage is not None:  # the engine asks the processor for fp16 instructions, which CPUs needn't have to compute in fp16
-        from deepspeed.accelerator import get_accelerator
-
-        type(get_accelerator()).is_fp16_supported = lambda self: True
-    job = Job(case, backend, stage, mixed_precision="fp16")
-    rank = job.accelerator.process_index
+    if stage is not None:
+        _allow_fp16()
     found: dict[str, Any] = {"skipped": [], "scale": [], "moved": [], "steps": []}
-    for number, batch in zip(range(3), job.loader, strict=False):
-        before = job.weights()
-        with job.accelerator.accumulate(job.model):
-            poisoned = number == 1 and rank == 1
-            job.micro_batch(batch, factor=float("inf") if poisoned and not shard else 1.0)
-            if poisoned and shard:
-                for parameter in job.model.parameters():
-                    parameter.grad.to_local().fill_(float("inf"))  # type: ignore[union-attr]
-            job.step()
-        after = job.weights()
-        found["skipped"].append(job.accelerator.optimizer_step_was_skipped)
-        found["moved"].append(max(float((after[n] - before[n]).abs().max()) for n in after) > 0)
-        found["steps"].append(job.accelerator.step)
-        job.accelerator.backend.end_window()
-        found["scale"].append(job.accelerator.backend.precision.state_dict()["scale"])
-    job.close()
+    with Job(case, backend, stage, mixed_precision="fp16") as job:
+        for number, batch in zip(range(3), job.loader, strict=False):
+            before = job.weights()
+            poisoned = number == 1 and job.accelerator.process_index == 1
+            with job.accelerator.accumulate(job.model):
+                job.micro_batch(batch, factor=float("inf") if poisoned and not shard else 1.0)
+                if poisoned and shard:
+                    for parameter in job.model.parameters():
+                        parameter.grad.to_local().fill_(float("inf"))
+                job.step()
+            after = job.weights()
+            found["skipped"].append(job.accelerator.optimizer_step_was_skipped)
+            found["moved"].append(max(float((after[n] - before[n]).abs().max()) for n in after) > 0)
+            found["steps"].append(job.accelerator.step)
+            job.accelerator.backend.end_window()  # as the next window's start would
+            found["scale"].append(job.accelerator.backend.precision.state_dict()["scale"])
     return found
 
 
 def save(case: Case, backend: str, stage: int | None, directory: str) -> None:
-    """Train the first epoch and save."""
-    job = Job(case, backend, stage)
-    job.epoch()
-    job.accelerator.save_state(directory)
-    job.close()
+    """Train the first epoch, look at a batch as a validation does, and save."""
+    with Job(case, backend, stage) as job:
+        job.epoch()
+        with torch.no_grad():
+            job.model(torch.zeros(2, 6))
+        job.accelerator.save_state(directory)
 
 
 def resume(case: Case, backend: str, stage: int | None, directory: str) -> dict[str, torch.Tensor]:
     """Load into fresh objects, and train the second epoch."""
-    job = Job(case, backend, stage)
-    job.accelerator.load_state(directory)
-    job.epoch()
-    weights = job.weights()
-    job.close()
-    return weights
+    with Job(case, backend, stage) as job:
+        with torch.no_grad():
+            job.model(torch.zeros(2, 6))
+        job.accelerator.load_state(directory)
+        job.epoch()
+        return job.weights()
 
 
 def by_hand(case: Case, backend: str, stage: int | None) -> dict[str, torch.Tensor]:
-    """Windows cut by the script, without ``accumulate``; the loss isn't weighted, so the batches must be even."""
-    job = Job(case, backend, stage)
-    for number, batch in enumerate(job.loader):
-        job.micro_batch(batch)
-        if (number + 1) % case.accumulation == 0:
-            job.step()
-    weights = job.weights()
-    job.close()
-    return weights
+    """Windows cut by the script, without ``accumulate``: even ones, since that is all that a script can do."""
+    with Job(case, backend, stage) as job:
+        for number, batch in enumerate(job.loader):
+            job.micro_batch(batch)
+            if (number + 1) % case.accumulation == 0:
+                job.step()
+        return job.weights()
 
 
-def used_optimizer(case: Case, backend: str, stage: int | None) -> dict[str, torch.Tensor]:
-    """One step by hand before preparing: the optimizer comes with a state."""
+def two_losses(case: Case, backend: str, stage: int | None) -> dict[str, torch.Tensor]:
+    """Each micro-batch's loss in two halves, each with a ``backward`` of its own."""
+    with Job(case, backend, stage) as job:
+        for batch in job.loader:
+            with job.accelerator.accumulate(job.model):
+                job.micro_batch(batch, factor=0.5)
+                job.micro_batch(batch, factor=0.5)
+                job.step()
+        return job.weights()
+
+
+def used_optimizer(case: Case, backend: str, stage: int | None) -> float:
+    """A step by hand before preparing, so that the optimizer comes with a state, and one after. Difference to two by hand."""
     accelerator = Accelerator(**keywords(backend, stage))
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    batch = torch.utils.data.default_collate(make_data(8))
-    cross_entropy(model(batch["x"]), batch["y"]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    twin = copy.deepcopy(model)
-    plain = torch.optim.AdamW(twin.parameters(), lr=0.02)
-    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.backward(cross_entropy(model(batch["x"]), batch["y"]))
-    optimizer.step()
-    cross_entropy(twin(batch["x"]), batch["y"]).backward()
-    plain.step()
-    weights = accelerator.get_state_dict(model)
-    accelerator.end_training()
-    return {n: (weights[n] - p).detach() for n, p in twin.named_parameters()}
+    try:
+        batch = torch.utils.data.default_collate(make_data(8))
+
+        def step(model: Any, optimizer: Any, backward: Any) -> None:
+            backward(cross_entropy(model(batch["x"]), batch["y"]))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        step(model, optimizer, torch.Tensor.backward)
+        twin = copy.deepcopy(model)
+        plain = torch.optim.AdamW(twin.parameters(), lr=0.02)
+        plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        step(*accelerator.prepare(model, optimizer), accelerator.backward)
+        step(twin, plain, torch.Tensor.backward)
+        weights = accelerator.get_state_dict(accelerator._models[0])
+        return max(float((weights[n] - p).abs().max()) for n, p in twin.named_parameters())
+    finally:
+        accelerator.end_training()

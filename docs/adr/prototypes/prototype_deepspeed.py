@@ -13,6 +13,8 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
 )
 
 from drivetrain.errors import ConfigurationError, NotPreparedError, UnsupportedError
@@ -23,21 +25,22 @@ from drivetrain.parallel.process_group import ProcessGroupHandle, init_process_g
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-class EnginePrecision(Precision):
-    """What core may know of a precision that the engine owns: the dtype. Nothing is converted or scaled by core.
+class EngineFloat16(Precision):
+    """fp16 as the engine does it: parameters, scale and overflow are its own, and core scales nothing.
 
     Args:
         chosen: The precision that was asked for.
     """
 
+    compute_dtype = torch.float16
+
     def __init__(self, chosen: Precision) -> None:
         super().__init__(chosen.spec, device_type=chosen.device_type, options=chosen.options)
-        self.compute_dtype = chosen.compute_dtype
         self.engine: Any = None
 
     def state_dict(self) -> dict[str, Any]:
         """The scale, which lives in the engine's optimizer."""
-        return {"scale": float(self.engine.optimizer.cur_scale)} if self.compute_dtype is torch.float16 else {}
+        return {"scale": float(self.engine.optimizer.cur_scale)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
@@ -50,11 +53,13 @@ class DeepSpeedBackend(Backend):
     _group: ProcessGroupHandle | None = None
     _engine: Any = None
     _skipped = False
+    _complete = True
     _groups: list[list[torch.Tensor]]
 
     def __init__(self, spec: Any, context: Any) -> None:
         super().__init__(spec, context)
-        self.precision = EnginePrecision(context.precision)
+        if context.precision.compute_dtype is torch.float16:
+            self.precision = EngineFloat16(context.precision)
         self.stage = 2 if context.options is None else context.options.stage
 
     def setup(self) -> None:
@@ -86,9 +91,13 @@ class DeepSpeedBackend(Backend):
         # The engine replaces the groups' parameters by flat shards. Schedulers stay core's: they write into the same groups.
         self._groups = [list(g["params"]) for g in optimizer.param_groups]
         self._engine, inner, _, _ = deepspeed.initialize(
-            model=model.to(self.device), optimizer=optimizer, config=self._config(request), dist_init_required=False
+            model=self.precision.wrap_forward(self.precision.convert_module(model).to(self.device)),
+            optimizer=optimizer,
+            config=self._config(request),
+            dist_init_required=False,
         )
-        self.precision.engine = self._engine  # type: ignore[attr-defined]
+        if isinstance(self.precision, EngineFloat16):
+            self.precision.engine = self._engine
         return Prepared(models=[self._engine], optimizers=[inner], schedulers=list(request.schedulers))
 
     def _config(self, request: PrepareRequest) -> dict[str, Any]:
@@ -96,11 +105,12 @@ class DeepSpeedBackend(Backend):
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": sizes[0] if sizes else 1,
             "gradient_accumulation_steps": 1,  # core's windows may be shorter; it says where they end
+            "gradient_clipping": 0.0,  # 1.0 by default
             "zero_optimization": {"stage": self.stage},
         }
-        if self.precision.compute_dtype is torch.bfloat16:
-            config["bf16"] = {"enabled": True}
-        elif self.precision.compute_dtype is torch.float16:
+        if isinstance(self.precision, EngineFloat16):
+            if not self.stage:
+                raise UnsupportedError("At stage 0 the engine's fp16 optimizer is another one: use stage 1.")
             config["fp16"] = {"enabled": True, "auto_cast": True, "initial_scale_power": 8, "hysteresis": 1}
         return config
 
@@ -113,12 +123,23 @@ class DeepSpeedBackend(Backend):
     # -- one accumulation window -------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, window: WindowView, **kwargs: Any) -> None:
-        if self.stage:
-            self._engine.optimizer.custom_loss_scaler = False  # back to the engine's own scale
-        self._engine.set_gradient_accumulation_boundary(window.last)
-        self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        if not window.last:
-            self._engine.step()  # counts the micro-batch
+        engine = self._engine
+        # At stages 1 and 2 a second backward after the boundary's would overwrite what that one reduced: the boundary is put off
+        # until gradients are needed, so that several losses per micro-batch and windows cut by the script work.
+        self._complete = self.stage not in (1, 2)
+        engine.set_gradient_accumulation_boundary(window.last and self._complete)
+        engine.backward(loss, scale_wrt_gas=False, **kwargs)
+
+    def _complete_gradients(self) -> None:
+        if self._complete:
+            return
+        engine = self._engine
+        engine.set_gradient_accumulation_boundary(True)
+        if self.stage == 1:
+            engine.allreduce_gradients()
+        else:
+            engine.optimizer.finalize_gradient_accumulation_boundary()
+        self._complete = True
 
     def normalize_gradients(self, parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         if self.stage:  # the engine divides gradients and norm by this when it steps
@@ -136,6 +157,7 @@ class DeepSpeedBackend(Backend):
             return super().clip_grad_norm_(given, max_norm, norm_type)
         if norm_type != 2.0 or {id(p) for p in self.optimizer_parameters(None)} - {id(p) for p in given}:
             raise ConfigurationError("The engine clips by the 2-norm of all of the optimizer's parameters, no other.")
+        self._complete_gradients()
         zero = self._engine.optimizer
         groups = zero._get_norm_groups() if self.stage == 3 else [zero.scaled_global_norm()]
         scaled = combine_grad_norm_groups(groups)
@@ -145,10 +167,12 @@ class DeepSpeedBackend(Backend):
     def optimizer_step(self, optimizer: Any, closure: Any | None = None) -> Any:
         if closure is not None:
             raise UnsupportedError("The engine steps without a closure.")
+        self._complete_gradients()
         self._engine.step()
         self._skipped = not self._engine.was_step_applied()
-        if self.stage:
+        if self.stage:  # both held for this step
             self._engine.optimizer.clip_grad = 0.0
+            self._engine.optimizer.custom_loss_scaler = False
 
     def step_was_skipped(self, optimizer: Any) -> bool:
         return self._skipped
@@ -178,7 +202,7 @@ class DeepSpeedBackend(Backend):
             result = module.load_state_dict(dict(state), strict=strict)
         for name, parameter in parameters.items():
             if name in state:
-                safe_set_full_fp32_param(parameter, state[name])
+                self._set_full(parameter, state[name])
         return list(result.missing_keys), list(result.unexpected_keys)
 
     def optimizer_state(self, optimizer: Any, models: Sequence[torch.nn.Module]) -> dict[str, Any]:
@@ -217,8 +241,26 @@ class DeepSpeedBackend(Backend):
         for parameter in self.optimizer_parameters(None):
             for key, value in state["state"].get(names[id(parameter)], {}).items():
                 if isinstance(value, torch.Tensor) and value.ndim:
-                    safe_set_full_optimizer_state(parameter, value, key)
+                    self._set_full(parameter, value, key)
         return None
+
+    def _set_full(self, parameter: Any, value: torch.Tensor, key: str | None = None) -> None:
+        """Set the fp32 master of a parameter, or one of its optimizer states, from the whole value."""
+        if self.stage < 3:
+            if key is None:
+                safe_set_full_fp32_param(parameter, value)
+            else:
+                safe_set_full_optimizer_state(parameter, value, key)
+            return
+        # The engine's own function fails where a parameter's size isn't a multiple of the number of processes.
+        size, rank = parameter.ds_tensor.numel(), self.context.process.rank
+        padded = torch.zeros(size * self.context.process.world_size, dtype=value.dtype, device=value.device)
+        padded[: value.numel()] = value.flatten()
+        mine = padded.narrow(0, rank * size, size)
+        if key is None:
+            safe_set_local_fp32_param(parameter, mine)
+        else:
+            safe_set_local_optimizer_state(parameter, mine, key)
 
     def _flat_partitions(self) -> list[torch.Tensor]:
         zero = self._engine.optimizer

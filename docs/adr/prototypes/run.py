@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -95,13 +94,25 @@ class Checks:
 
     def behaviour(self, name: str) -> Iterator[tuple[str, str, str]]:
         """Name, what is checked, what was found."""
-        checks = [self.metrics, self.by_hand, self.used_optimizer, self.overflow, self.resume, self.elsewhere]
+        checks = [
+            self.metrics,
+            self.by_hand,
+            self.two_losses,
+            self.used_optimizer,
+            self.bf16,
+            self.fp16,
+            self.overflow,
+            self.resume,
+            self.elsewhere,
+        ]
         for check in checks:
             try:
                 found = check(name)
             except RemoteError as error:
                 reason = str(error).strip().splitlines()[-1]
-                refused = reason.startswith(("drivetrain.errors.UnsupportedError", "drivetrain.errors.NotPreparedError"))
+                refused = reason.startswith(
+                    ("drivetrain.errors.UnsupportedError", "drivetrain.errors.NotPreparedError")
+                )
                 found = f"refused: {reason.split(': ', 1)[-1]}" if refused else f"WRONG: {error}"
                 self.failures += not refused
             except (AssertionError, DrivetrainError) as error:
@@ -121,10 +132,29 @@ class Checks:
         weights = self.pool.run(self.on_rank.by_hand, case, *BACKENDS[name])[0]
         return self.close(largest(weights, reference(case, WORLD).weights))
 
+    def two_losses(self, name: str) -> str:
+        """two backward() in each micro-batch"""
+        case = Case(accumulation=4, epochs=1)
+        weights = self.pool.run(self.on_rank.two_losses, case, *BACKENDS[name])[0]
+        return self.close(largest(weights, reference(case, WORLD).weights))
+
     def used_optimizer(self, name: str) -> str:
         """optimizer that has a state already"""
-        apart = self.pool.run(self.on_rank.used_optimizer, Case(), *BACKENDS[name])[0]
-        return self.close(max(float(d.abs().max()) for d in apart.values()))
+        return self.close(max(self.pool.run(self.on_rank.used_optimizer, Case(), *BACKENDS[name])))
+
+    def bf16(self, name: str) -> str:
+        """bf16 with item weights: losses against fp32"""
+        return self.half(name, "bf16")
+
+    def fp16(self, name: str) -> str:
+        """fp16 with item weights: losses against fp32"""
+        return self.half(name, "fp16")
+
+    def half(self, name: str, precision: str) -> str:
+        case = Case(accumulation=4, weighted=True)
+        found = self.pool.run(self.on_rank.parity, case, *BACKENDS[name], mixed_precision=precision)[0]
+        expected = reference(case, WORLD).losses
+        return self.close(max(abs(a - b) for a, b in zip(found.losses, expected, strict=True)), 2e-2)
 
     def overflow(self, name: str) -> str:
         """fp16, an infinity on one rank"""
@@ -150,8 +180,8 @@ class Checks:
         weights = self.on_rank.resume(case, "single", None, str(self.directory / name))
         return self.close(largest(weights, reference(case, 1).weights))
 
-    def close(self, difference: float) -> str:
-        assert difference <= TOLERANCE, number(difference)
+    def close(self, difference: float, tolerance: float = TOLERANCE) -> str:
+        assert difference <= tolerance, number(difference)
         return number(difference)
 
 

@@ -6,6 +6,7 @@ of its class. What two cases see must differ: an option for which no such pair c
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,8 @@ def look(probe, folder):
             seen.append(probe.observe(case.value, place))
         except DrivetrainError as error:
             seen.append(type(error).__name__)
+        except Exception:  # the other probes go on; a traceback is never what a case expects
+            seen.append(traceback.format_exc())
     return seen
 
 

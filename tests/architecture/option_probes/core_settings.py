@@ -97,14 +97,18 @@ def dynamo_backend(value, folder):
 
 @effect("CoreSettings.step_scheduler_with_optimizer", (True, 2), (False, 4))
 def step_scheduler_with_optimizer(value, folder):
-    with training(gradient_accumulation_steps=2, step_scheduler_with_optimizer=value) as (accelerator, model, optimizer):
+    with training(gradient_accumulation_steps=2, step_scheduler_with_optimizer=value) as (
+        accelerator,
+        model,
+        optimizer,
+    ):
         scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda n: 1.0))
         for _ in range(4):
             step(accelerator, model, optimizer, scheduler=scheduler)
         return scheduler.scheduler.last_epoch
 
 
-@effect("CoreSettings.rng_types", (["torch"], True), (["generator"], False), ranks=2)
+@effect("CoreSettings.rng_types", (["torch"], [True] * 2), (["generator"], [False] * 2), ranks=2)
 def rng_types(value, folder):
     accelerator = Accelerator(cpu=True, rng_types=value)
     loader = accelerator.prepare(torch.utils.data.DataLoader(range(4)))
@@ -115,7 +119,7 @@ def rng_types(value, folder):
     return bool(mine[0] == mine[1])
 
 
-@effect("CoreSettings.debug", (True, "compared"), (False, "not compared"), ranks=2)
+@effect("CoreSettings.debug", (True, ["compared"] * 2), (False, ["not compared"] * 2), ranks=2)
 def debug(value, folder):
     """The ranks send different collectives: torch says so, instead of mixing up bytes."""
     with alone(folder), quiet():

@@ -170,7 +170,7 @@ class Window:
         if weight is None:
             return loss if self._scale == 1.0 else loss * self._scale
         owner = self._owner
-        if self.size == 1 and owner.data_world_size == 1 and owner.inside is self:
+        if self.size == 1 and owner.gradient_world_size == 1 and owner.inside is self:
             # One micro-batch on one rank is the whole window: its mean is the window's mean.
             return loss / _at_least_one(weight) if summed else loss
         return self._weigh_items(loss, weight, summed=summed)
@@ -183,8 +183,8 @@ class Window:
             self._counted = self._batch
             start = torch.zeros((), dtype=torch.float32, device=loss.device) if self._items is None else self._items
             self._items = start + count
-        if self.last and owner.inside is self and owner.data_world_size > 1 and self._item_work is None:
-            self._item_work = dist.all_reduce(self._items, group=owner.backend.data_group, async_op=True)
+        if self.last and owner.inside is self and owner.gradient_world_size > 1 and self._item_work is None:
+            self._item_work = dist.all_reduce(self._items, group=owner.backend.gradient_group, async_op=True)
         return loss / reference if summed else loss * (count / reference)
 
     def told_to_step(self, optimizer: Any) -> None:
@@ -220,12 +220,12 @@ class Window:
     def _item_factor(self) -> torch.Tensor:
         owner = self._owner
         assert self._items is not None
-        if owner.data_world_size > 1:
+        if owner.gradient_world_size > 1:
             if self._item_work is None:
-                self._item_work = dist.all_reduce(self._items, group=owner.backend.data_group, async_op=True)
+                self._item_work = dist.all_reduce(self._items, group=owner.backend.gradient_group, async_op=True)
             self._item_work.wait()
         # Zero items everywhere: gradients are zero, and any finite factor keeps them so.
-        return owner.reference * owner.data_world_size / self._items.clamp(min=1e-6)
+        return owner.reference * owner.gradient_world_size / self._items.clamp(min=1e-6)
 
     def _row_factor(self) -> torch.Tensor:
         factor = self._assumed / self._seen if self._seen else 1.0
@@ -242,7 +242,7 @@ class Accumulator:
     Args:
         backend: Averages gradients.
         stack: Loaders that are being iterated.
-        num_steps: Micro-batches per window.
+        num_steps: Micro-batches per window; calls of a model, where one takes several.
         sync_with_dataloader: A window ends where the loader does.
         sync_each_batch: Gradients are reduced after each micro-batch (less memory for some backends, more communication).
         adjust_scheduler: Schedulers step once per window; otherwise after each micro-batch.
@@ -265,6 +265,7 @@ class Accumulator:
         self.sync_each_batch = sync_each_batch
         self.adjust_scheduler = adjust_scheduler
         self.data_world_size = backend.data_world_size
+        self.gradient_world_size = backend.gradient_world_size
         self.sync_gradients = True
         self.reference = 0.0
         self.optimizers = 0  # prepared so far
@@ -297,8 +298,8 @@ class Accumulator:
         """
         if self.reference == 0.0:
             value = torch.as_tensor(weight, dtype=torch.float32, device=self.backend.device).detach().clone()
-            if self.data_world_size > 1:
-                dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.backend.data_group)
+            if self.gradient_world_size > 1:
+                dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.backend.gradient_group)
             self.reference = max(float(value.item()), 1.0) * self.num_steps
         return self.reference
 

@@ -86,7 +86,7 @@ def assemble(given: Mapping[str, Any]) -> Parts:
         accumulator=Accumulator(
             backend,
             stack,
-            num_steps=plan.settings.gradient_accumulation_steps,
+            num_steps=_calls_per_window(backend),
             sync_with_dataloader=accumulation.sync_with_dataloader,
             sync_each_batch=accumulation.sync_each_batch,
             adjust_scheduler=accumulation.adjust_scheduler,
@@ -95,6 +95,17 @@ def assemble(given: Mapping[str, Any]) -> Parts:
         dataloader_config=plan.option(DataLoaderConfiguration).replaced(),
         project_configuration=plan.option(ProjectConfiguration),
     )
+
+
+def _calls_per_window(backend: Backend) -> int:
+    """How often a model is called in an accumulation window."""
+    steps, per_call = backend.context.gradient_accumulation_steps, backend.micro_batches_per_call
+    if steps % per_call:
+        raise ConfigurationError(
+            f"The backend {backend.spec.name!r} takes {per_call} micro-batches per call: gradient_accumulation_steps={steps} "
+            "must be a multiple of that."
+        )
+    return steps // per_call
 
 
 def _with_loaders(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class LoaderParts:
         placement: Moves batches.
         stack: Where the engine finds the active loader.
         rng_types: Generators made equal on all ranks when an epoch starts.
-        group: The ranks' process group.
+        group: The processes that these generators are made equal on.
         whole_class: Whether batches come from the user's class, which has an ``__iter__`` of its own.
         state_per_rank: Whether ranks have different states.
     """
@@ -141,7 +141,7 @@ class PreparedDataLoader(DataLoader[T_co]):
     def _synchronize(self) -> None:
         parts = self._drivetrain
         kinds = [k for k in parts.rng_types if k != "generator" or isinstance(self.generator, torch.Generator)]
-        if kinds and parts.context.ranks.size > 1:
+        if kinds:
             synchronize_rng_states(kinds, self.generator, group=parts.group)
 
     # -- what the engine asks, per batch -----------------------------------------------------------------------------------

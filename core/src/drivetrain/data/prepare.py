@@ -43,6 +43,8 @@ def prepare_data_loader(
     put_on_device: bool = True,
     rng_types: Sequence[Any] = (),
     slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    micro_batches: int = 1,
+    replicated: bool = False,
 ) -> PreparedDataLoader[Any]:
     """Prepare a loader: each rank gets its part of the data, on its device, and the position can be saved and loaded.
 
@@ -59,6 +61,9 @@ def prepare_data_loader(
         put_on_device: Whether batches are moved at all.
         rng_types: Generators ("python", "numpy", "torch", a device type, "generator") made equal on all ranks when an epoch starts.
         slice_fn_for_dispatch: With dispatching: cuts a global batch, ``(batch, slice, process_index=..., num_processes=...)``.
+        micro_batches: Batches that come joined as one, for a model whose call takes several.
+        replicated: Whether several processes hold the same rows (parts of one replica of a model). All processes then take one seed, and
+            call this.
 
     Raises:
         ConfigurationError: For settings that contradict each other or the loader.
@@ -83,7 +88,14 @@ def prepare_data_loader(
     config.validate()
     _check_loader(loader)
     builder = _Builder(
-        loader, config, Ranks(process_index, num_processes, group), stack, slice_fn_for_dispatch, put_on_device
+        loader,
+        config,
+        Ranks(process_index, num_processes, group),
+        stack,
+        slice_fn_for_dispatch,
+        put_on_device,
+        micro_batches,
+        Ranks.of() if replicated else Ranks(0, 1),
     )
     target = torch.device(device) if put_on_device and device is not None else None
     parts = LoaderParts(
@@ -91,8 +103,8 @@ def prepare_data_loader(
         feed=builder.feed,
         placement=Placement(target, non_blocking=config.non_blocking, prefetch=config.prefetch),
         stack=stack,
-        rng_types=tuple(str(getattr(kind, "value", kind)) for kind in rng_types),
-        group=group,
+        rng_types=tuple(str(getattr(kind, "value", kind)) for kind in rng_types if num_processes > 1 or replicated),
+        group=None if replicated else group,
         whole_class=builder.whole_class,
         state_per_rank=isinstance(builder.feed, ShardedStreamFeed),
     )
@@ -124,8 +136,12 @@ class _Builder:
         stack: LoaderStack,
         slice_fn: Callable[..., Any] | None,
         put_on_device: bool,
+        micro_batches: int,
+        everyone: Ranks,
     ) -> None:
         self.loader = loader
+        self.micro_batches = micro_batches
+        self.everyone = everyone
         self.config = config
         self.ranks = ranks
         self.iterable = isinstance(loader.dataset, IterableDataset)
@@ -138,7 +154,7 @@ class _Builder:
         self.sharding = find_sharding(config.strategy, shuffled=order is not None and order.shuffles)
         self._check_strategy(order)
         self.layout = replace(self.layout, strategy=self.sharding.spec.name)
-        seed = self._agree(self._own_seed(index), order)
+        seed = self.everyone.broadcast(self._agree(self._own_seed(index), order))
         self.context = Context(
             reader=self._reader(slice_fn),
             ranks=ranks,
@@ -168,6 +184,11 @@ class _Builder:
 
     def _layout(self, yields_batches: bool) -> Layout:
         loader, world = self.loader, self.ranks.size
+        if self.micro_batches > 1 and (yields_batches or self.whole_class or loader.batch_sampler is None):
+            raise UnsupportedError(
+                f"Models take {self.micro_batches} batches per call here, and only batches of a size that the loader is given can be joined: "
+                "use DataLoader(batch_size=...), or gradient_accumulation_steps=1."
+            )
         split = self.config.split_batches
         sampler: Any = loader.batch_sampler
         drop_last = bool(loader.drop_last or getattr(sampler, "drop_last", False))
@@ -180,7 +201,7 @@ class _Builder:
             return Layout(unit="items", world=world, round_rows=world, even="split", drop_last=drop_last)
         if yields_batches:
             return Layout(unit="batches", world=world, round_rows=0, even="split", drop_last=drop_last, split=split)
-        size = int(sampler.batch_size)
+        size = int(sampler.batch_size) * self.micro_batches
         if split and size < world:
             raise ConfigurationError(
                 f"split_batches=True can't divide batches of {size} over {world} ranks: raise batch_size to {world} at least."

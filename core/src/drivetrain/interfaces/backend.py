@@ -126,6 +126,28 @@ class Backend:
         """Number of processes that hold different data: N of every mean over the global batch."""
         return self.context.process.world_size
 
+    @property
+    def gradient_group(self) -> dist.ProcessGroup | None:
+        """Processes over which gradients are averaged: those that hold different data, and those that hold parts of the same rows.
+
+        Item counts (``backward(loss, weight=n)``) are summed over it. A backend that divides sequences says here with whom.
+        """
+        return self.data_group
+
+    @property
+    def gradient_world_size(self) -> int:
+        """Number of processes in `gradient_group`."""
+        return self.data_world_size
+
+    @property
+    def micro_batches_per_call(self) -> int:
+        """Micro-batches that one call of a prepared model takes: all of a window's where a schedule owns forward and backward, else one.
+
+        Loaders hand out so many at once, joined along the rows, and windows are that many times shorter. The call runs the schedule and
+        returns the mean loss, as a tensor whose autograd function multiplies the gradients so far by what arrives in `backward`.
+        """
+        return self.context.gradient_accumulation_steps if Capability.OWNS_SCHEDULE in self.spec.capabilities else 1
+
     # -- objects -----------------------------------------------------------------------------------------------------------
 
     def prepare(self, request: PrepareRequest) -> Prepared:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from drivetrain.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from drivetrain._engine.accumulation import Accumulator
     from drivetrain._engine.optimizer import PreparedOptimizer
@@ -37,11 +39,20 @@ class GradientFacade:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
+        """Batches of a loader per optimizer step: 1 where a backend's schedule takes all micro-batches of a window at once.
+
+        Raises:
+            UnsupportedError: When it is changed there.
+        """
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
+        if self.backend.micro_batches_per_call > 1 and value != self.gradient_state.num_steps:
+            raise UnsupportedError(
+                f"The backend {self.backend.spec.name!r} takes {self.backend.micro_batches_per_call} micro-batches per call, and loaders hand out "
+                "so many at once: set gradient_accumulation_steps when the Accelerator is made."
+            )
         self.gradient_state.num_steps = value
 
     @property
