@@ -62,7 +62,11 @@ def iteration(blocks):
     """Interleaved epochs of the same loader, bare and prepared."""
     rows = []
     for name, target, make in (
-        ("nothing to read (the loader's own cost)", None, lambda: DataLoader(Images(500, 1), collate_fn=lambda r: r[0])),
+        (
+            "nothing to read (the loader's own cost)",
+            None,
+            lambda: DataLoader(Images(500, 1), collate_fn=lambda r: r[0]),
+        ),
         ("64 rows of 3x32x32", 1.03, lambda: DataLoader(Images(6400, 3, 32, 32), batch_size=64, shuffle=True)),
         ("32 rows of 3x224x224", 1.03, lambda: DataLoader(Images(640, 3, 224, 224), batch_size=32, shuffle=True)),
         ("64 rows of 3x32x32, 2 workers", None, lambda: _with_workers(6400, 3, 32, 32)),
@@ -134,7 +138,11 @@ def resuming(blocks):
     section = "first batch of an epoch of a million shuffled samples: CPU time"
     rows = [Row(section, name, stats.median(series), "ms") for name, series in found.items()]
     start = found["start of an epoch"]
-    rows.append(Row(section, "load_state_dict at 90 % / start", stats.ratio(found["load_state_dict at 90 %"], start), target=1.1))
+    rows.append(
+        Row(
+            section, "load_state_dict at 90 % / start", stats.ratio(found["load_state_dict at 90 %"], start), target=1.1
+        )
+    )
     return rows
 
 
@@ -207,7 +215,9 @@ def dispatching(epochs, world=2):
                 rows.append(Row(section, f"{name}: time per step", stats.median(slowest.tolist()), "ms"))
                 share = stats.median([received / used] * 2)
                 target = 1.5 if width == 16 else 1.01
-                rows.append(Row(section, f"{name}: bytes received / used", share, target=target if "drive" in name else None))
+                rows.append(
+                    Row(section, f"{name}: bytes received / used", share, target=target if "drive" in name else None)
+                )
     return rows
 
 

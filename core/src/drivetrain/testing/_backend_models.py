@@ -135,13 +135,16 @@ class ModelTests(TrainingTests):
                         weight,
                         rtol=self.tolerance["fp32"] * 10,
                         atol=self.tolerance["fp32"] * 10,
-                        msg=lambda text, i=i, name=name, rank=rank: f"rank {rank}: {name} of model {i + 1} of 2: {text}",
+                        msg=lambda text, i=i, name=name, rank=rank: (
+                            f"rank {rank}: {name} of model {i + 1} of 2: {text}"
+                        ),
                     )
 
     @pytest.mark.parametrize("steps", [1, 2, 3])
     def test_uneven_inputs(self, workers: Workers, world_size: int, steps: int) -> None:
         """Declared `Capability.UNEVEN_INPUTS`: ranks run out of batches at different times; windows end together, no row is lost, and
-        afterwards every rank has the weights, the learning rate and the number of steps of the one that went furthest."""
+        afterwards every rank has the weights, the learning rate and the number of steps of the one that went furthest.
+        """
         if not self.has(Capability.UNEVEN_INPUTS) or world_size == 1:
             return
         size = 4
@@ -153,7 +156,9 @@ class ModelTests(TrainingTests):
         results = self.run(workers, world_size, train_uneven, case)
         assert [r["batches"] for r in results] == [10, *[8] * (world_size - 1)], "the loader didn't deal uneven batches"
         for rank, result in enumerate(results):
-            assert result["steps"] == expected.steps, f"rank {rank} counts {result['steps']} steps, not {expected.steps}"
+            assert result["steps"] == expected.steps, (
+                f"rank {rank} counts {result['steps']} steps, not {expected.steps}"
+            )
             assert result["rate"] == results[0]["rate"], f"rank {rank} goes on with another learning rate than rank 0"
             got = Result(weights=result["weights"])
             for name, weight in expected.weights.items():

@@ -62,7 +62,11 @@ def read_later(kit: BackendKit) -> list[list[float]]:
     """On a rank: values that change after they were asked for."""
     accelerator = kit.make_accelerator()
     device = accelerator.device
-    tensors = [torch.tensor(1.5, device=device), torch.tensor(7, device=device), torch.tensor(0.25, device=device).bfloat16()]
+    tensors = [
+        torch.tensor(1.5, device=device),
+        torch.tensor(7, device=device),
+        torch.tensor(0.25, device=device).bfloat16(),
+    ]
     tensors.append(torch.tensor(2.0, device=device, requires_grad=True) * 2)
     future = accelerator.backend.read_later(tensors)
     nothing = accelerator.backend.read_later([])
@@ -159,7 +163,8 @@ class ObjectTests(BackendKit):
 
     def test_prepared_objects(self, workers: Workers, world_size: int) -> None:
         """``prepare`` twice is the same as once; ``unwrap_model`` gives the user's module; ``teardown`` twice is the same as once;
-        making an Accelerator writes no environment variable."""
+        making an Accelerator writes no environment variable.
+        """
         results = self.run(workers, world_size, prepare_facts)
         for rank, facts in enumerate(results):
             who = f"rank {rank}"
@@ -218,7 +223,8 @@ class ObjectTests(BackendKit):
 
     def test_accelerators_side_by_side(self, workers: Workers, world_size: int) -> None:
         """Different precision and accumulation, step by step in turn: each trains as it does alone. (A backend whose vendor's state is
-        process-wide refuses the second one instead, if it has other settings.)"""
+        process-wide refuses the second one instead, if it has other settings.)
+        """
         if self.spec.exclusive:
             return
         settings = [
@@ -248,4 +254,3 @@ class ObjectTests(BackendKit):
 
 def _refuse_construction(kit: BackendKit) -> str:
     return refused(kit.make_accelerator)
-

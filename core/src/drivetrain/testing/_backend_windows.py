@@ -97,7 +97,9 @@ def clip(kit: BackendKit, max_norm: float, norm_type: float, precision: str) -> 
     return loop.end({**facts, "change": change})
 
 
-def plain_gradients(world_size: int, micro_batches: int, autocast: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def plain_gradients(
+    world_size: int, micro_batches: int, autocast: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
     """Gradients of the rows of a `Loop`'s first micro-batches as one batch."""
     model = make_model()
     batch = torch.utils.data.default_collate(make_data(64)[: 4 * world_size * micro_batches])
@@ -186,9 +188,7 @@ class WindowTests(BackendKit):
             assert last == window, f"rank {rank} sent {last} at the window's end, and {window} are declared"
 
     @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-    def test_clipping_returns_the_true_global_norm(
-        self, workers: Workers, world_size: int, norm_type: float
-    ) -> None:
+    def test_clipping_returns_the_true_global_norm(self, workers: Workers, world_size: int, norm_type: float) -> None:
         """The norm over all parameters, shards and rows, before clipping, as a 0-d tensor on every rank; gradients are scaled down to it."""
         self._check_clipping(workers, world_size, 0.1, norm_type, "fp32")
 
@@ -260,7 +260,9 @@ class WindowTests(BackendKit):
             assert result["inside"] == expected["micro_batch"], f"rank {rank} sent {result['inside']} inside no_sync"
             assert result["outside"] == expected["window"], f"rank {rank} sent {result['outside']} after no_sync"
             for name, gradient in result["gradients"].items():
-                assert torch.equal(gradient, results[0]["gradients"][name]), f"rank {rank}: {name} differs from rank 0's"
+                assert torch.equal(gradient, results[0]["gradients"][name]), (
+                    f"rank {rank}: {name} differs from rank 0's"
+                )
 
     def test_clipping_by_value(self, workers: Workers, world_size: int) -> None:
         """Declared `Capability.CLIP_VALUE`: each element of the global gradient is clipped, after the reduction."""
@@ -270,4 +272,3 @@ class WindowTests(BackendKit):
         for result in self.run(workers, world_size, clip_values):
             for name, gradient in gradients.items():
                 torch.testing.assert_close(result[name], gradient.clamp(-0.01, 0.01), rtol=1e-5, atol=1e-6)
-
