@@ -64,6 +64,11 @@ class Progress:
         #: Number of the newest iteration: one that was overtaken by a newer one leaves the position alone.
         self.run = 0
 
+    @property
+    def resumes(self) -> bool:
+        """Whether the next iteration starts inside an epoch."""
+        return not self._started and bool(self.taken or self.segments or self.streams)
+
     def begin(self) -> int:
         """A new iteration: the next epoch, or the one that a state was loaded for. Returns its number."""
         if self._started:
