@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["AcceleratorState", "DistributedType", "PartialState"]
 
 
+def __getattr__(name: str) -> Any:
+    from drivetrain._foreign import missing
+
+    missing(__name__, name, AttributeError(f"module {__name__!r} has no attribute {name!r}"))
+
+
 class AcceleratorState(ProcessControl):
     """One Accelerator's settings under Accelerate's names: ``accelerator.state``.
 
