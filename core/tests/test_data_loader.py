@@ -477,6 +477,17 @@ def test_custom_strategies_by_function_class_and_path():
     assert first != second and Counter(map(tuple, first)) == Counter(map(tuple, second))
 
 
+def test_a_data_set_may_grow_between_epochs():
+    data = list(range(5))
+    for shuffle in (False, True):
+        loaders = prepare(lambda s=shuffle: DataLoader(data, batch_size=2, shuffle=s), 2)
+        before = new_rows([read(loader) for loader in loaders])
+        data += range(len(data), len(data) + 3)
+        after = new_rows([read(loader) for loader in loaders])
+        assert (sorted(before), sorted(after)) == (list(range(len(data) - 3)), list(range(len(data))))
+        assert {len(loader) for loader in loaders} == {-(-len(data) // 4)}
+
+
 def test_batches_keep_their_container_types_on_the_device():
     from collections import namedtuple
 

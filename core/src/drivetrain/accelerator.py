@@ -26,6 +26,7 @@ from drivetrain.config.handlers import ProfileKwargs
 from drivetrain.data.config import DataLoaderConfiguration
 from drivetrain.errors import ConfigurationError
 from drivetrain.interfaces import PrepareRequest
+from drivetrain.specs import Capability
 
 __all__ = ["Accelerator"]
 
@@ -196,6 +197,10 @@ class Accelerator(
             if kind != "other" and id(thing) not in seen and self._objects.find(thing) is None:
                 new[kind].append((thing, placement))
                 seen.add(id(thing))
+        if not evaluation:
+            self._objects.trained += len(new["model"])
+            if self._objects.trained > 1 and new["model"]:
+                self.backend.require(Capability.MULTIPLE_MODELS, "preparing more than one model to train")
         prepared = self.backend.prepare(
             PrepareRequest(
                 models=[t for t, _ in new["model"]],
