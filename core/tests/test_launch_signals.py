@@ -52,7 +52,7 @@ def start(tmp_path):
             assert "ready" in process.stdout.readline()
         return process
 
-    start_.left = lambda: marked_processes(f"signals-{tmp_path.name}")
+    start_.left = lambda: marked_processes(f"signals-{tmp_path.name}", within=5)
     yield start_
     for process in started:
         if process.poll() is None:
