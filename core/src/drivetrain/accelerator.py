@@ -104,6 +104,7 @@ class Accelerator(
         self._parts = parts = assemble({**given, **{k: v for k, v in options.items() if v is not None}})
         self.backend = parts.backend
         self._control = parts.control
+        self._debug = parts.plan.settings.debug
         self._trigger = parts.trigger
         self._stopper = parts.stopper
         self._hub = parts.hub

@@ -64,7 +64,7 @@ class AcceleratorState(ProcessControl):
 
     @property
     def debug(self) -> bool:
-        """Whether torch compares every collective of every rank."""
+        """Whether collectives are checked as strictly as can be."""
         return self._accelerator.plan.settings.debug
 
     @property
