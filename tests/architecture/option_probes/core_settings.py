@@ -97,7 +97,11 @@ def dynamo_backend(value, folder):
 
 @effect("CoreSettings.step_scheduler_with_optimizer", (True, 2), (False, 4))
 def step_scheduler_with_optimizer(value, folder):
-    with training(gradient_accumulation_steps=2, step_scheduler_with_optimizer=value) as (accelerator, model, optimizer):
+    with training(gradient_accumulation_steps=2, step_scheduler_with_optimizer=value) as (
+        accelerator,
+        model,
+        optimizer,
+    ):
         scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda n: 1.0))
         for _ in range(4):
             step(accelerator, model, optimizer, scheduler=scheduler)
