@@ -52,7 +52,10 @@ class SumsOverRanks(DDPBackend):
     def wrap_model(self, model, *, evaluation):
         wrapped = super().wrap_model(model, evaluation=evaluation)
         wrapped.register_comm_hook(
-            None, lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+            None,
+            lambda state, bucket: (
+                dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+            ),
         )
         return wrapped
 
@@ -521,7 +524,9 @@ def test_state_that_depends_on_the_world_size(workers, tmp_path):
             super().load_optimizer_state(optimizer, models, self._times(state, 1 / self.data_world_size))
 
         def _times(self, state, factor):
-            states = {n: {k: v * factor if k == "exp_avg" else v for k, v in s.items()} for n, s in state["state"].items()}
+            states = {
+                n: {k: v * factor if k == "exp_avg" else v for k, v in s.items()} for n, s in state["state"].items()
+            }
             return {**state, "state": states}
 
     FaultyKit(SumsMomenta).test_a_resumed_run_is_bit_identical(workers, 2, "fp32", 1, tmp_path / "same")

@@ -279,7 +279,8 @@ class StateTests(BackendKit):
 
     def test_state_has_the_names_of_the_users_model(self, workers: Workers, world_size: int) -> None:
         """Model and optimizer state by the unwrapped model's names, with whole (or sharded) values; tied parameters stay tied, and have
-        one state, under their first name."""
+        one state, under their first name.
+        """
         weights, optimizer = plain_named(2)
         biases = [n for n, _ in NamedModel().named_parameters() if n.endswith("bias")]
         for rank, facts in enumerate(self.run(workers, world_size, named_state)):
