@@ -135,6 +135,8 @@ def save(case: Case, backend: str, stage: int | None, directory: str) -> None:
 def resume(case: Case, backend: str, stage: int | None, directory: str) -> dict[str, torch.Tensor]:
     """Load into fresh objects, and train the second epoch."""
     with Job(case, backend, stage) as job:
+        with torch.no_grad():
+            job.model(torch.zeros(2, 6))
         job.accelerator.load_state(directory)
         job.epoch()
         return job.weights()

@@ -98,7 +98,9 @@ def non_blocking(value, folder):
     return list(Parcel.moves)
 
 
-@effect("DataLoaderConfiguration.strategy", ("interleaved", [[0, 2], [1, 3]]), ("contiguous", [[0, 1], [2, 3]]), ranks=2)
+@effect(
+    "DataLoaderConfiguration.strategy", ("interleaved", [[0, 2], [1, 3]]), ("contiguous", [[0, 1], [2, 3]]), ranks=2
+)
 def strategy(value, folder):
     return [int(b) for b in loader(range(4), strategy=value)]
 

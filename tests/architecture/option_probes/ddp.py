@@ -62,7 +62,9 @@ def dim(value, folder):
         return "made"
 
 
-@effect("DistributedDataParallelKwargs.check_reduction", (False, ["made"] * 2), (True, ["ConfigurationError"] * 2), ranks=2)
+@effect(
+    "DistributedDataParallelKwargs.check_reduction", (False, ["made"] * 2), (True, ["ConfigurationError"] * 2), ranks=2
+)
 def check_reduction(value, folder):
     with ddp(check_reduction=value):
         return "made"

@@ -63,5 +63,3 @@ def ddp_kwargs(value, folder):
 
     with training(ddp_kwargs=DistributedDataParallelKwargs(find_unused_parameters=value)) as (_, model, _):
         return model.find_unused_parameters
-
-

@@ -19,7 +19,9 @@ def saved(folder, times=1, **options):
     return sorted({str(p.parent.relative_to(folder)) for p in folder.rglob("manifest.json")})
 
 
-@effect("ProjectConfiguration.project_dir", ("a", ["a/checkpoints/checkpoint_0"]), ("b", ["b/checkpoints/checkpoint_0"]))
+@effect(
+    "ProjectConfiguration.project_dir", ("a", ["a/checkpoints/checkpoint_0"]), ("b", ["b/checkpoints/checkpoint_0"])
+)
 def project_dir(value, folder):
     return saved(folder, project_dir=folder / value)
 
@@ -50,9 +52,7 @@ def total_limit(value, folder):
     return saved(folder, times=3, total_limit=value)
 
 
-@effect(
-    "ProjectConfiguration.iteration", (0, ["checkpoints/checkpoint_0"]), (5, ["checkpoints/checkpoint_5"])
-)
+@effect("ProjectConfiguration.iteration", (0, ["checkpoints/checkpoint_0"]), (5, ["checkpoints/checkpoint_5"]))
 def iteration(value, folder):
     return saved(folder, iteration=value)
 

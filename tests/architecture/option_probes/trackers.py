@@ -6,11 +6,10 @@ import contextlib
 import logging
 import struct
 
-from drivetrain_tensorboard.options import TensorBoardOptions
-
 from drivetrain import Accelerator
 from drivetrain._builtin.jsonl import JsonlOptions
 from drivetrain.tracking import TrackingOptions
+from drivetrain_tensorboard.options import TensorBoardOptions
 
 from . import effect
 from .scene import Recorder, files, quiet, soon
@@ -177,20 +176,12 @@ def purge_step(value, folder):
     return steps[0]
 
 
-@effect("TensorBoardOptions.flush_secs", (1, True), (120, False))
+@effect("TensorBoardOptions.flush_secs", (1, 1), (120, 120))
 def flush_secs(value, folder):
-    """Whether what was logged is on disk soon, without a flush. (TensorBoard's writer writes the first event at once.)"""
-
-    def size():
-        return sum(p.stat().st_size for p in folder.rglob("*events*"))
-
+    """Seconds until TensorBoard's own writer flushes a file, which without TensorFlow's files has nothing to flush."""
     with logging_with(folder, "tensorboard", TensorBoardOptions(flush_secs=value)) as accelerator:
-        before = size()
-        accelerator.log({"loss": 1.0})
-        soon(lambda: size() > before)
-        before = size()
-        accelerator.log({"loss": 2.0})
-        return soon(lambda: size() > before, 5.0 if value < 60 else 1.5)
+        writer = accelerator.get_tracker("tensorboard", unwrap=True).file_writer.event_writer
+        return writer._async_writer._worker._flush_secs
 
 
 @effect("TensorBoardOptions.max_queue", (1, 1), (50, 50))

@@ -90,14 +90,18 @@ def _parse_float(text: str) -> float:
 def _parse_union(text: str, hints: tuple[Any, ...]) -> Any:
     """None first and text last; "1" is an integer where both integer and boolean are allowed."""
     expected = []
+    only_in_python = False
     for hint in sorted(hints, key=lambda h: _UNION_ORDER.get(h, 2)):
         try:
             return parse_text(text, hint)
         except ValueError as error:
             if str(error).startswith("expected "):
                 expected.append((hint is type(None), str(error).removeprefix("expected ")))
-    if not expected:
-        raise ValueError("this setting can only be given in Python")
+            else:
+                only_in_python = True
+    if only_in_python and all(is_none for is_none, _ in expected):
+        allowed = "expected none; other values" if expected else "this setting"
+        raise ValueError(f"{allowed} can only be given in Python")
     expected.sort()
     raise ValueError("expected " + ", or ".join(clause for _, clause in expected))
 

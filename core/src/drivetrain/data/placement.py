@@ -16,7 +16,7 @@ Pairs = Iterator[tuple[Any, BatchInfo]]
 
 
 class Placement:
-    """Puts the batches of a feed on a device.
+    """Puts batches on a device.
 
     Args:
         device: Where to; None leaves batches where they are.
@@ -25,9 +25,8 @@ class Placement:
             handed out, so that it moves during the present one's computation.
 
     Example:
-        >>> feed = iter([({"x": torch.ones(2), "id": ["a", "b"]}, BatchInfo(0, 2, (2,), True, None))])
-        >>> [batch for batch, _ in Placement(torch.device("meta")).apply(feed)]
-        [{'x': tensor(..., device='meta', size=(2,)), 'id': ['a', 'b']}]
+        >>> Placement(torch.device("meta")).move({"x": torch.ones(2), "id": ["a", "b"]})
+        {'x': tensor(..., device='meta', size=(2,)), 'id': ['a', 'b']}
     """
 
     def __init__(self, device: torch.device | None, *, non_blocking: bool = False, prefetch: int = 1) -> None:
@@ -35,16 +34,15 @@ class Placement:
         self.non_blocking = non_blocking
         self.overlaps = bool(prefetch and non_blocking and device is not None and _has_streams(device))
 
-    def apply(self, feed: Pairs) -> Pairs:
-        """The feed with its batches on the device."""
-        if self.device is None:
-            return feed
-        return self._overlapped(feed, self.device) if self.overlaps else self._moved(feed, self.device)
+    def move(self, batch: Any) -> Any:
+        """A batch on the device."""
+        assert self.device is not None
+        return send_to_device(batch, self.device, non_blocking=self.non_blocking)
 
-    def _moved(self, feed: Pairs, device: torch.device) -> Pairs:
-        non_blocking = self.non_blocking
-        for batch, info in feed:
-            yield send_to_device(batch, device, non_blocking=non_blocking), info
+    def overlapped(self, feed: Pairs) -> Pairs:
+        """The feed with its batches on the device, each copied while the one before is computed on."""
+        assert self.device is not None
+        return self._overlapped(feed, self.device)
 
     def _overlapped(self, feed: Pairs, device: torch.device) -> Pairs:
         module = torch.get_device_module(device)
@@ -82,5 +80,5 @@ def _try(take: Any) -> tuple[Any, BaseException | None]:
 def _has_streams(device: torch.device) -> bool:
     if device.type == "cpu":
         return False
-    module = torch.get_device_module(device)
+    module = getattr(torch, device.type, None)  # a lazy device has none
     return all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))

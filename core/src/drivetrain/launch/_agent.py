@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from drivetrain.errors import ConfigurationError
 from drivetrain.interfaces.launcher import LaunchRequest
 from drivetrain.launch._checks import command_line, local_world_size
 from drivetrain.launch._environment import rank_environment
@@ -124,7 +125,13 @@ def rendezvous_of(request: LaunchRequest, options: LocalOptions) -> RendezvousHa
         local_addr=options.local_addr,
         **settings,
     )
-    return get_rendezvous_handler(parameters)
+    try:
+        return get_rendezvous_handler(parameters)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"Machines can't meet with rdzv_backend={backend!r} and rdzv_conf={dict(options.rdzv_conf)}: {error} "
+            "Leave it out, or use 'static' or 'c10d'."
+        ) from None
 
 
 class Agent(SimpleElasticAgent):

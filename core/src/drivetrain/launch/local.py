@@ -55,6 +55,8 @@ class LocalLauncher(Launcher):
         if request.log_directory is not None:
             request.log_directory.mkdir(parents=True, exist_ok=True)
         errors = Sink(sys.stderr)
+        for note in _without_effect(request, options):
+            errors.write(f"drivetrain: {note}\n".encode())
         with tempfile.TemporaryDirectory(prefix="drivetrain-") as scratch:
             job = Job(request, options, Path(scratch), stdout=Sink(sys.stdout), stderr=errors)
             outcome = job.run()
@@ -95,6 +97,16 @@ class LocalLauncher(Launcher):
             variables = [f"{name}={shlex.quote(value)}" for name, value in {**added, **identity}.items()]
             lines.append(" ".join([*variables, shlex.join(_plain_command(request))]))
         return "\n".join(lines)
+
+
+def _without_effect(request: LaunchRequest, options: LocalOptions) -> list[str]:
+    """What was given for several machines, and there is one."""
+    given: list[str] = [name for name in ("rdzv_backend", "rdzv_conf", "local_addr") if name in options.explicit()]
+    if request.main_process_ip is not None:
+        given.insert(0, "main_process_ip")
+    if request.num_machines > 1 or not given:
+        return []
+    return [f"{', '.join(given)} changed nothing: there is one machine, whose ranks meet at 127.0.0.1."]
 
 
 def _plain_command(request: LaunchRequest) -> list[str]:

@@ -19,6 +19,9 @@ from drivetrain.specs import ProcessInfo
 
 __all__ = ["ControlGroup", "ProcessGroupHandle", "barrier", "find_free_port", "init_process_group"]
 
+#: torch.distributed with the names that its type stubs leave out.
+_torch: Any = dist
+
 #: Backends that serve the CPU and, staged through it or directly, accelerators.
 _GENERAL = ("gloo", "mpi", "ucc", "fake")
 
@@ -45,7 +48,7 @@ class ProcessGroupHandle:
         if self.owned and dist.is_initialized():
             dist.destroy_process_group()
         if self.level is not None:
-            dist.set_debug_level(self.level)
+            _torch.set_debug_level(self.level)
         self.owned, self.level = False, None
 
 
@@ -108,7 +111,7 @@ def init_process_group(
         dist.init_process_group(wanted, rank=process.rank, world_size=process.world_size, **arguments)
     except RuntimeError as error:
         if level is not None:
-            dist.set_debug_level(level)
+            _torch.set_debug_level(level)
         raise EnvironmentDetectionError(
             f"Rank {process.rank} of {process.world_size} couldn't join the others at "
             f"{arguments.get('init_method', 'its own store')} ({process.reason}): {error}\n"
@@ -120,8 +123,8 @@ def init_process_group(
 
 def _raise_debug_level() -> Any:
     """What torch's variable TORCH_DISTRIBUTED_DEBUG=DETAIL does, without the variable; returns the level before."""
-    before = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    before = _torch.get_debug_level()
+    _torch.set_debug_level(_torch.DebugLevel.DETAIL)
     return before
 
 
@@ -184,7 +187,7 @@ def _reuse(
     for name, value in (("timeout", timeout), ("init_method", init_method)):
         if value is not None:
             warnings.warn(f"The process group was made before; {name}={value!r} changes nothing.", stacklevel=3)
-    if debug and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+    if debug and _torch.get_debug_level() != _torch.DebugLevel.DETAIL:
         warnings.warn(
             "The process group was made before without debug, so torch doesn't compare its collectives: "
             "make it with TORCH_DISTRIBUTED_DEBUG=DETAIL, or let Drivetrain make it.",

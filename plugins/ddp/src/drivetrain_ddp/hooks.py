@@ -49,7 +49,7 @@ def register_communication_hook(
 
 
 def _anonymous(hook: Any) -> Any:
-    """torch refuses its bf16 hooks, which it knows by their names, but for NCCL and XCCL; gloo sums bf16 as well."""
+    """Hide a hook's name: torch knows its bf16 hooks by theirs, and refuses them but for NCCL and XCCL; gloo sums bf16 as well."""
 
     def run(state: Any, bucket: Any) -> Any:
         return hook(state, bucket)

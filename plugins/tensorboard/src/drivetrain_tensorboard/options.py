@@ -17,7 +17,8 @@ class TensorBoardOptions(Options):
         run_name: Name of the run's directory; a number is added if there is such a run already. Default: made of the time.
         log_dir: The run's directory itself, instead of one below the logging directory.
         max_queue: Events that may wait to be written.
-        flush_secs: Seconds after which events are written to disk at the latest; they always are at a flush (each checkpoint, the end).
+        flush_secs: Seconds after which events are written to disk at the latest, where TensorFlow is installed; TensorBoard's own files are written
+            at once. Both always are at a flush (each checkpoint, the end).
         filename_suffix: Added to the names of event files.
         purge_step: Events of an earlier process in this run with this step or a later one are void. Default: the step after the one that
             the run is resumed from.
