@@ -28,7 +28,7 @@ def catch_up(accelerator: Any) -> None:
     if len(set(steps)) == 1:
         return
     source = steps.index(max(steps))
-    parts = [*owner._optimizers, *owner._schedulers, owner.backend.precision]
+    parts: list[Any] = [*owner._optimizers, *owner._schedulers, owner.backend.precision]
     box: list[Any] = [None]
     if owner.process_index == source:
         box = [[send_to_device(dict(part.state_dict()), "cpu") for part in parts]]
