@@ -41,14 +41,16 @@ class Environment:
             [*command, *options, *arguments], check=True, capture_output=True, text=True, env=self._variables()
         )
 
-    def run(self, program: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, program: str, *arguments: object, cwd: Path, timeout: float = 300
+    ) -> subprocess.CompletedProcess[str]:
         command = [self.folder / "bin" / program, *map(str, arguments)]
         return subprocess.run(
             command,
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=timeout,
             env=self._variables(),
             stdin=subprocess.DEVNULL,
         )

@@ -12,7 +12,7 @@ import torch
 
 from drivetrain.errors import UnsupportedError
 from drivetrain.specs import Capability
-from drivetrain.testing._backend_base import BackendKit
+from drivetrain.testing._backend_base import BackendKit, check_all_close
 from drivetrain.testing._backend_windows import Loop
 from drivetrain.testing.communication import count_collectives
 from drivetrain.testing.pytest_plugin import Workers
@@ -163,8 +163,14 @@ class ObjectTests(BackendKit):
     """Preparing, reading later, metrics, capabilities, several Accelerators."""
 
     def test_prepared_objects(self, workers: Workers, world_size: int) -> None:
+<<<<<<< HEAD
         """``prepare`` twice is the same as once; ``unwrap_model`` gives the user's module; ``teardown`` twice is the same as once;
         making an Accelerator writes no environment variable.
+=======
+        """``prepare`` and ``teardown`` twice are the same as once; ``unwrap_model`` gives the user's module.
+
+        Making an Accelerator writes no environment variable.
+>>>>>>> part/kit
         """
         results = self.run(workers, world_size, prepare_facts)
         for rank, facts in enumerate(results):
@@ -223,8 +229,14 @@ class ObjectTests(BackendKit):
         assert all(answers), "Capability.DISTRIBUTED isn't declared, and two processes weren't refused"
 
     def test_accelerators_side_by_side(self, workers: Workers, world_size: int) -> None:
+<<<<<<< HEAD
         """Different precision and accumulation, step by step in turn: each trains as it does alone. (A backend whose vendor's state is
         process-wide refuses the second one instead, if it has other settings.)
+=======
+        """Different precision and accumulation, step by step in turn: each trains as it does alone.
+
+        A backend whose vendor's state is process-wide (``spec.exclusive``) isn't asked to: core refuses the second one, if it has other settings.
+>>>>>>> part/kit
         """
         if self.spec.exclusive:
             return
@@ -236,14 +248,8 @@ class ObjectTests(BackendKit):
         both = self.run(workers, world_size, side_by_side, settings, together=True)
         for rank, (ours, theirs) in enumerate(zip(both, alone, strict=True)):
             for i, (mine, expected) in enumerate(zip(ours, theirs, strict=True)):
-                for name, weight in mine.items():
-                    torch.testing.assert_close(
-                        weight,
-                        expected[name],
-                        msg=lambda text, i=i, name=name, rank=rank: (
-                            f"rank {rank}: {name} of Accelerator {i + 1} of 2 isn't what it is alone: {text}"
-                        ),
-                    )
+                who = f"rank {rank}: Accelerator {i + 1} of 2, compared with what it does alone"
+                check_all_close(mine, expected, 1e-6, who)
 
     def test_a_model_that_is_only_evaluated(self, workers: Workers, world_size: int) -> None:
         """Replicated: its forward sends nothing, so that one rank may run it alone."""

@@ -14,7 +14,7 @@ from drivetrain.utils import AcmeOptions
 
 class TestAcmeMean(BackendConformance):
     backend = "acme-mean"
-    world_sizes = (1, 2)
+    world_sizes = (2,)
     precisions = ("fp32",)
 
 
