@@ -129,23 +129,6 @@ class ModelTests(TrainingTests):
         expected = plain_two(steps, alternate, world_size)
         for rank, result in enumerate(self.run(workers, world_size, train_two, steps, alternate)):
             for i, (ours, theirs) in enumerate(zip(result, expected, strict=True)):
-<<<<<<< HEAD
-                for name, weight in theirs.items():
-                    torch.testing.assert_close(
-                        ours[name],
-                        weight,
-                        rtol=self.tolerance["fp32"] * 10,
-                        atol=self.tolerance["fp32"] * 10,
-                        msg=lambda text, i=i, name=name, rank=rank: (
-                            f"rank {rank}: {name} of model {i + 1} of 2: {text}"
-                        ),
-                    )
-
-    @pytest.mark.parametrize("steps", [1, 2, 3])
-    def test_uneven_inputs(self, workers: Workers, world_size: int, steps: int) -> None:
-        """Declared `Capability.UNEVEN_INPUTS`: ranks run out of batches at different times; windows end together, no row is lost, and
-        afterwards every rank has the weights, the learning rate and the number of steps of the one that went furthest.
-=======
                 check_all_close(ours, theirs, self.tolerance["fp32"] * 10, f"rank {rank}: model {i + 1} of 2")
 
     @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -154,7 +137,6 @@ class ModelTests(TrainingTests):
 
         Windows end together, no row is lost, and afterwards every rank has the weights, the learning rate and the number of steps of the one
         that went furthest.
->>>>>>> part/kit
         """
         if not self.has(Capability.UNEVEN_INPUTS) or world_size == 1:
             return

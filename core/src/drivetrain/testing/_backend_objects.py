@@ -163,14 +163,9 @@ class ObjectTests(BackendKit):
     """Preparing, reading later, metrics, capabilities, several Accelerators."""
 
     def test_prepared_objects(self, workers: Workers, world_size: int) -> None:
-<<<<<<< HEAD
-        """``prepare`` twice is the same as once; ``unwrap_model`` gives the user's module; ``teardown`` twice is the same as once;
-        making an Accelerator writes no environment variable.
-=======
         """``prepare`` and ``teardown`` twice are the same as once; ``unwrap_model`` gives the user's module.
 
         Making an Accelerator writes no environment variable.
->>>>>>> part/kit
         """
         results = self.run(workers, world_size, prepare_facts)
         for rank, facts in enumerate(results):
@@ -229,14 +224,9 @@ class ObjectTests(BackendKit):
         assert all(answers), "Capability.DISTRIBUTED isn't declared, and two processes weren't refused"
 
     def test_accelerators_side_by_side(self, workers: Workers, world_size: int) -> None:
-<<<<<<< HEAD
-        """Different precision and accumulation, step by step in turn: each trains as it does alone. (A backend whose vendor's state is
-        process-wide refuses the second one instead, if it has other settings.)
-=======
         """Different precision and accumulation, step by step in turn: each trains as it does alone.
 
         A backend whose vendor's state is process-wide (``spec.exclusive``) isn't asked to: core refuses the second one, if it has other settings.
->>>>>>> part/kit
         """
         if self.spec.exclusive:
             return

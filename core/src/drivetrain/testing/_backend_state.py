@@ -282,14 +282,9 @@ class StateTests(BackendKit):
     bit_identical_up_to = 2
 
     def test_state_has_the_names_of_the_users_model(self, workers: Workers, world_size: int) -> None:
-<<<<<<< HEAD
-        """Model and optimizer state by the unwrapped model's names, with whole (or sharded) values; tied parameters stay tied, and have
-        one state, under their first name.
-=======
         """Model and optimizer state by the unwrapped model's names, with whole (or sharded) values.
 
         Tied parameters stay tied, and have one state, under their first name.
->>>>>>> part/kit
         """
         weights, optimizer = plain_named(2)
         biases = [n for n, _ in NamedModel().named_parameters() if n.endswith("bias")]
