@@ -131,7 +131,7 @@ class MapFeed(Feed):
         for step in steps:
             put(indices(step, rank))
             try:
-                batch = read(fetch, batch_seed(seed, step * world + rank))
+                batch = read(fetch, seed, step * world + rank)
             except StopIteration:
                 raise self._ended_early(step) from None
             yield batch, info(step, rank)

@@ -32,11 +32,14 @@ class Placement:
     def __init__(self, device: torch.device | None, *, non_blocking: bool = False, prefetch: int = 1) -> None:
         self.device = device
         self.non_blocking = non_blocking
+        self._is_cpu = device is not None and device.type == "cpu"
         self.overlaps = bool(prefetch and non_blocking and device is not None and _has_streams(device))
 
     def move(self, batch: Any) -> Any:
         """A batch on the device."""
         assert self.device is not None
+        if self._is_cpu and _is_on_cpu(batch):
+            return batch
         return send_to_device(batch, self.device, non_blocking=self.non_blocking)
 
     def overlapped(self, feed: Pairs) -> Pairs:
@@ -67,6 +70,16 @@ class Placement:
             yield batch, info
             if failure is not None:
                 raise failure
+
+
+def _is_on_cpu(batch: Any) -> bool:
+    """Whether a batch is surely on the CPU: the usual shapes are told at once, others take `send_to_device`'s walk."""
+    kind = type(batch)
+    values = batch.values() if kind is dict else batch if kind is list or kind is tuple else (batch,)
+    for value in values:  # noqa: SIM110 (a generator costs more than the check)
+        if type(value) is not torch.Tensor or not value.is_cpu:
+            return False
+    return True
 
 
 def _try(take: Any) -> tuple[Any, BaseException | None]:

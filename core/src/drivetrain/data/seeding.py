@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import random
+import sys
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -120,7 +121,7 @@ class BatchSeeder:
         (True, True, {'python'})
     """
 
-    __slots__ = ("_always", "_count", "_mode", "used")
+    __slots__ = ("_always", "_attention", "_count", "_mode", "used")
 
     #: All generators are watched during the first reads and then at each so-many-th; torch's, which takes little, more often.
     FIRST, EVERY, EVERY_FOR_TORCH = 8, 512, 32
@@ -128,31 +129,42 @@ class BatchSeeder:
     def __init__(self, mode: bool | str) -> None:
         self._mode = mode
         self._count = 0
-        self._always = mode is True
+        #: The next read that is more than a call; all of them once a generator is looked after.
+        self._attention = 0
+        self._always = False
         #: Names of the generators that data was seen to use.
         self.used: set[str] = set()
+        self.start()
 
     def start(self) -> None:
         """An epoch begins."""
-        self._always = self._mode is True or (self._mode == "auto" and torch.are_deterministic_algorithms_enabled())
+        self._attention = sys.maxsize if self._mode is False else 0
+        self._always = self._mode is True or torch.are_deterministic_algorithms_enabled()
 
-    def read(self, fetch: Callable[[], Any], seed: int) -> Any:
-        """Call ``fetch`` with seeded generators.
+    def read(self, fetch: Callable[[], Any], seed: int, index: int = 0) -> Any:
+        """Call ``fetch`` with generators seeded with ``batch_seed(seed, index)``.
 
         Args:
             fetch: Reads one batch; may raise.
-            seed: From 0 to 2**63 - 1.
+            seed: The epoch's seed, or the batch's with ``index`` 0; from 0 to 2**63 - 1.
+            index: The batch's place among all ranks' batches.
         """
         self._count = count = self._count + 1
+        if count < self._attention:
+            return fetch()
+        return self._attend(fetch, batch_seed(seed, index), count)
+
+    def _attend(self, fetch: Callable[[], Any], seed: int, count: int) -> Any:
         if self._always:
             return self._read(fetch, seed, _GENERATORS, watch=False)
-        if self._mode is False:
-            return fetch()
-        if count <= self.FIRST or count % self.EVERY == 0:
-            return self._read(fetch, seed, _GENERATORS, watch=True)
-        if count % self.EVERY_FOR_TORCH == 0:
-            return self._read(fetch, seed, {"torch", *self.used}, watch=True)
-        return self._read(fetch, seed, self.used, watch=False) if self.used else fetch()
+        watch_all = count <= self.FIRST or count % self.EVERY == 0
+        watch_torch = count % self.EVERY_FOR_TORCH == 0
+        names: Collection[str] = _GENERATORS if watch_all else {"torch", *self.used} if watch_torch else self.used
+        try:
+            return self._read(fetch, seed, names, watch=watch_all or watch_torch)
+        finally:
+            if count >= self.FIRST and not self.used:
+                self._attention = count - count % self.EVERY_FOR_TORCH + self.EVERY_FOR_TORCH
 
     def _read(self, fetch: Callable[[], Any], seed: int, names: Collection[str], *, watch: bool) -> Any:
         saved = []
