@@ -74,11 +74,7 @@ def iteration(blocks):
         (
             "nothing to read (the loader's own cost)",
             None,
-<<<<<<< HEAD
-            lambda: DataLoader(Images(500, 1), collate_fn=lambda r: r[0]),
-=======
             lambda: DataLoader(Nothing(500, 1), collate_fn=lambda r: r[0]),
->>>>>>> part/data
         ),
         ("64 rows of 3x32x32", 1.03, lambda: DataLoader(Images(6400, 3, 32, 32), batch_size=64, shuffle=True)),
         ("32 rows of 3x224x224", 1.03, lambda: DataLoader(Images(960, 3, 224, 224), batch_size=32, shuffle=True)),
