@@ -370,7 +370,7 @@ def test_breaking_out_and_nesting():
         assert stack.active is train
     with pytest.raises(ZeroDivisionError):
         for _ in train:
-            1 / 0  # noqa: B018
+            1 / 0
     for a, _b in zip(train, valid, strict=False):
         assert stack.active is valid and train.batch.index == a[0].item() // 2
 
@@ -420,7 +420,7 @@ def test_a_dataset_that_raises_ahead_does_not_cost_the_batch_before():
     seen = []
     with pytest.raises(ValueError, match="broken sample"):
         for batch in loader:
-            seen.append((batch.tolist(), loader.batch.is_last))  # noqa: PERF401 (kept when it raises)
+            seen.append((batch.tolist(), loader.batch.is_last))
     assert seen == [([0, 1], False), ([2, 3], False)]
 
     class Stops(Dataset):

@@ -1,11 +1,11 @@
 """Making, reusing and ending the process group."""
 
 import os
+import socket
 import tempfile
 import time
-from pathlib import Path
-import socket
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch

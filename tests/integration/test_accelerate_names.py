@@ -119,7 +119,7 @@ def test_a_missing_module_is_an_import_error(module):
 def test_a_name_that_nobody_has_is_an_attribute_error():
     for module in (drivetrain, drivetrain.utils):
         with pytest.raises(AttributeError, match="no_such_name"):
-            module.no_such_name  # noqa: B018
+            module.no_such_name
         assert not hasattr(module, "no_such_name")
 
 

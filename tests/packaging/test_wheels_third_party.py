@@ -38,7 +38,7 @@ def test_it_is_listed_and_checked(clean, acme, tmp_path):
 
 
 def test_it_trains_and_passes_the_kit(clean, acme, tmp_path):
-    checks = acme / "project" / "checks"
+    checks = acme / "project" / "checks" / "acme_checks.py"
     plugins = ("-p", "drivetrain.testing.pytest_plugin")
     result = clean.run("python", "-m", "pytest", "-q", "-m", "not full", *plugins, checks, cwd=tmp_path)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]

@@ -302,7 +302,10 @@ class Backend:
     # -- state under canonical names ---------------------------------------------------------------------------------------
 
     def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Parameters and persistent buffers by the unwrapped model's names. Sharded values are DTensors. Collective."""
+        """Parameters and persistent buffers by the unwrapped model's names. Collective.
+
+        Sharded values are DTensors, or `Shards` where no DTensor describes what this process holds: it isn't put together here.
+        """
         return dict(self.unwrap(model).state_dict())
 
     def load_model_state(
@@ -349,6 +352,13 @@ class Backend:
                 "param_groups": [{**g, "params": [index[n] for n in g["params"]]} for g in state["param_groups"]],
             }
         )
+
+    def state_layout(self, parameter: torch.Tensor) -> Any:
+        """How optimizer state of a parameter's shape lies on the processes: a DTensor or `Shards` with any values; a plain tensor for whole state.
+
+        `load_optimizer_state` gets it laid out like that.
+        """
+        return parameter
 
     def parameter_names(self, models: Sequence[torch.nn.Module]) -> dict[int, str]:
         """Canonical name of each parameter, by ``id``; a tied parameter has its first name."""

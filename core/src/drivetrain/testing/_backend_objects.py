@@ -31,7 +31,7 @@ def prepare_facts(kit: BackendKit) -> dict[str, Any]:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     first = accelerator.prepare(inner, optimizer, scheduler)
     frozen = torch.nn.Linear(6, 3).requires_grad_(False)
-    facts = {
+    facts: dict[str, Any] = {
         "environment": {k: v for k, v in made.items() if before.get(k) != v} or set(before) - set(made),
         "again": [a is b for a, b in zip(first, accelerator.prepare(inner, optimizer, scheduler), strict=True)],
         "of prepared": [a is b for a, b in zip(first, accelerator.prepare(*first), strict=True)],
@@ -43,9 +43,9 @@ def prepare_facts(kit: BackendKit) -> dict[str, Any]:
         "device": {p.device.type for p in inner.parameters()} == {accelerator.device.type},
         "mode": first[0].train().training and inner.training and not (first[0].eval().training or inner.training),
         "described": all(isinstance(t, str) for item in accelerator.backend.describe().items() for t in item),
-        "explained": accelerator.backend.spec.name in accelerator.explain(),
         "data ranks": (accelerator.backend.data_rank, accelerator.backend.data_world_size),
     }
+    facts["explained"] = facts["described"] and accelerator.backend.spec.name in accelerator.explain()
     with contextlib.suppress(UnsupportedError):  # a second model needs a capability
         facts["frozen"] = accelerator.prepare(frozen)(torch.zeros(2, 6, device=accelerator.device)).shape == (2, 3)
     accelerator.backend.teardown()
@@ -123,7 +123,7 @@ def try_capabilities(kit: BackendKit, directory: str) -> dict[str, str]:
             loss = loop.loss()
             answers["item-weights"] = refused(lambda: accelerator.backward(loss, weight=3))
     if not has(Capability.UNEVEN_INPUTS):
-        answers["uneven-inputs"] = refused(lambda: accelerator.backend.join([model]).__enter__())
+        answers["uneven-inputs"] = refused(lambda: accelerator.join_uneven_inputs([model]).__enter__())
     if not has(Capability.NO_SYNC):
         answers["no-sync"] = refused(lambda: accelerator.no_sync(model).__enter__())
     if not has(Capability.MULTIPLE_MODELS):
@@ -152,7 +152,8 @@ def side_by_side(kit: BackendKit, settings: list[dict[str, Any]], together: bool
 def evaluate(kit: BackendKit) -> dict[str, int]:
     """On a rank: what the forward of a model that is only evaluated sends."""
     accelerator = kit.make_accelerator()
-    model = accelerator.prepare_model(make_model(), evaluation_mode=True)
+    inner = torch.nn.Sequential(make_model(), torch.nn.BatchNorm1d(3))  # wrappers that train send buffers
+    model = accelerator.prepare_model(inner, evaluation_mode=True)
     sent = count_collectives(lambda: model(torch.zeros(2, 6, device=accelerator.device)))
     accelerator.end_training()
     return sent

@@ -134,6 +134,7 @@ class GradientFacade:
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each element of the window's gradients to ``[-clip_value, clip_value]``; inside a window nothing is clipped."""
+        self.backend.require(Capability.CLIP_VALUE, "clip_grad_value_")
         if self.gradient_state.sync_gradients:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             self._finalize_gradients(parameters)
@@ -191,6 +192,7 @@ class GradientFacade:
             joinables: Prepared models.
             even_batches: For this block, ``even_batches`` of the prepared loaders.
         """
+        self.backend.require(Capability.UNEVEN_INPUTS, "join_uneven_inputs")
         changed = (
             [(loader, loader.even_batches) for loader in self._objects.by_kind["loader"]]
             if even_batches is not None
