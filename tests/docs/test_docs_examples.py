@@ -97,11 +97,12 @@ def test_commands_exist(page):
 
 def check_command(words):
     """The subcommand is there and has these flags."""
-    context = click.Context(main)
-    command = main.get_command(context, words[0]) if words and not words[0].startswith("-") else main
-    assert command is not None, words
+    command = main
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        command, words = command.get_command(click.Context(command), words[0]), words[1:]
+        assert command is not None, words
     flags = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
-    for word in words[1:]:
+    for word in words:
         if word.endswith(".py"):
             break  # what follows is the script's
         if word.startswith("-"):

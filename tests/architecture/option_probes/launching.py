@@ -142,10 +142,10 @@ def rdzv_backend(value, folder):
     return two_machines(folder, rdzv_backend=value)["MASTER_ADDR"]
 
 
-@effect("LocalOptions.rdzv_conf", ({"join_timeout": 60}, "met"), ({"join_timeout": 1}, "LaunchError"))
+@effect("LocalOptions.rdzv_conf", ({}, "met"), ({"join_timeout": 1, "read_timeout": 3}, "LaunchError"))
 def rdzv_conf(value, folder):
     """The other machine comes two seconds late."""
-    two_machines(folder, late=2.0, rdzv_backend="c10d", rdzv_conf={"read_timeout": 3, **value})
+    two_machines(folder, late=2.0, rdzv_backend="c10d", rdzv_conf=value)
     return "met"
 
 
