@@ -8,7 +8,7 @@ from drivetrain._engine.optimizer import PreparedOptimizer
 from drivetrain._engine.scheduler import PreparedScheduler
 from drivetrain.errors import ConfigurationError
 from drivetrain.interfaces import Backend, BackendContext, Precision, TorchDevice
-from drivetrain.specs import BackendSpec, DeviceSpec, PrecisionSpec, ProcessInfo
+from drivetrain.specs import BackendSpec, Capability, DeviceSpec, PrecisionSpec, ProcessInfo
 
 
 class Batch:
@@ -48,7 +48,7 @@ def make_backend():
     context = BackendContext(
         process=ProcessInfo(), device=device, torch_device=torch.device("cpu"), precision=precision
     )
-    return Backend(BackendSpec(name="single"), context)
+    return Backend(BackendSpec(name="single", capabilities=frozenset({Capability.ITEM_WEIGHTS})), context)
 
 
 class Run:

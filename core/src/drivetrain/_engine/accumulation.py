@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.errors import ConfigurationError
+from drivetrain.specs import Capability
 
 if TYPE_CHECKING:
     from drivetrain.data.stack import LoaderStack
@@ -297,6 +298,7 @@ class Accumulator:
         Losses are divided by it, so that gradients keep the size they would have with plain means and fp16 stays in range.
         """
         if self.reference == 0.0:
+            self.backend.require(Capability.ITEM_WEIGHTS, "backward(loss, weight=...)")
             value = torch.as_tensor(weight, dtype=torch.float32, device=self.backend.device).detach().clone()
             if self.gradient_world_size > 1:
                 dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.backend.gradient_group)
