@@ -167,6 +167,13 @@ def test_optimizers_go_on_with_parameters_that_take_the_place_of_theirs(order):
         assert torch.equal(ours, theirs)
 
 
+def test_item_weights_are_refused_where_they_are_not_declared():
+    accelerator = Accelerator(backend="new", cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(make_model())
+    with accelerator.accumulate(model), pytest.raises(UnsupportedError, match="item-weights"):
+        accelerator.backward(model(torch.ones(1, 6)).sum(), weight=3)
+
+
 def make_job():
     accelerator = Accelerator(backend="flat", cpu=True)
     model = make_model()

@@ -9,16 +9,14 @@ import deepspeed
 import torch
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
 
 from drivetrain.errors import ConfigurationError, NotPreparedError, UnsupportedError
-from drivetrain.interfaces import Backend, Precision, Prepared, PrepareRequest, WindowView
+from drivetrain.interfaces import Backend, Precision, Prepared, PrepareRequest, Shards, WindowView
 from drivetrain.parallel.process_group import ProcessGroupHandle, init_process_group
 
 # Compiled at each init_distributed otherwise, and used by inference alone.
@@ -180,15 +178,49 @@ class DeepSpeedBackend(Backend):
     def end_window(self) -> None:
         """The engine has adapted its scale in its step."""
 
-    # -- state under canonical names ---------------------------------------------------------------------------------------
+    # -- state under canonical names: nothing is put together ------------------------------------------------------------------
+
+    def _shards(self, parameter: Any, key: str | None = None) -> Shards | None:
+        """What this process has of a parameter's fp32 master, or of one of its optimizer states; None if it isn't trained."""
+        if self.stage == 3:
+            if not parameter.requires_grad:
+                return None
+            values = (
+                safe_get_local_fp32_param(parameter) if key is None else safe_get_local_optimizer_state(parameter, key)
+            )
+            start = min(self.context.process.rank * values.numel(), parameter.ds_numel)
+            values = values[: parameter.ds_numel - start]  # the last ones are padded
+            return Shards.of_range(values, start=start, shape=parameter.ds_shape)
+        if not hasattr(parameter, "_hp_mapping"):
+            return None
+        mapping = parameter._hp_mapping
+        if mapping is None:  # all of it is on other processes
+            return Shards.of_range(torch.empty(0, device=self.device), start=0, shape=parameter.shape)
+        return Shards.of_range(
+            mapping.get_hp_fragment(key), start=mapping.lp_fragment_address.start, shape=parameter.shape
+        )
+
+    def _set_shards(self, parameter: Any, value: Shards, key: str | None = None) -> None:
+        values = value.flat()
+        if self.stage == 3:
+            padded = torch.zeros_like(parameter.ds_tensor, dtype=values.dtype)
+            padded[: values.numel()] = values
+            if key is None:
+                safe_set_local_fp32_param(parameter, padded)
+            else:
+                safe_set_local_optimizer_state(parameter, padded, key)
+        elif parameter._hp_mapping is not None:
+            parameter._hp_mapping.get_hp_fragment(key).data.copy_(values)
 
     def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
         module = self.unwrap(model)
         state = dict(module.state_dict())
         if self.stage:
+            known: dict[int, Shards | None] = {}  # tied parameters are one value
             for name, parameter in module.named_parameters(remove_duplicate=False):
-                full = safe_get_full_fp32_param(parameter)
-                state[name] = parameter.detach() if full is None else full
+                if id(parameter) not in known:
+                    known[id(parameter)] = self._shards(parameter)
+                state[name] = known[id(parameter)] or state[name]
         return state
 
     def load_model_state(
@@ -198,24 +230,32 @@ class DeepSpeedBackend(Backend):
         if not self.stage:
             return super().load_model_state(model, state, strict=strict)
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        with deepspeed.zero.GatheredParameters(list(parameters.values()), modifier_rank=0, enabled=self.stage == 3):
-            result = module.load_state_dict(dict(state), strict=strict)
-        for name, parameter in parameters.items():
-            if name in state:
-                self._set_full(parameter, state[name])
-        return list(result.missing_keys), list(result.unexpected_keys)
+        sharded = {n: v for n, v in state.items() if isinstance(v, Shards)}
+        rest = {n: v for n, v in state.items() if n not in sharded}
+        result = module.load_state_dict(rest, strict=False)
+        for name, value in sharded.items():  # what can fail on one process comes before the first collective
+            self._set_shards(parameters[name], value)
+        for name, value in sharded.items():
+            whole = value.full_tensor()  # one at a time, for the copy that forward uses
+            with deepspeed.zero.GatheredParameters([parameters[name]], modifier_rank=0, enabled=self.stage == 3):
+                parameters[name].data.copy_(whole)
+        return [n for n in result.missing_keys if n not in sharded], list(result.unexpected_keys)
+
+    def state_layout(self, parameter: torch.Tensor) -> Any:
+        return (self._shards(parameter) if self.stage else None) or parameter
 
     def optimizer_state(self, optimizer: Any, models: Sequence[torch.nn.Module]) -> dict[str, Any]:
         if not self.stage:
             return super().optimizer_state(optimizer, models)
         names = self.parameter_names(models)
         state: dict[str, dict[str, Any]] = {}
-        for flat, values in optimizer.optimizer.state.items():
-            sharded = [k for k, v in values.items() if getattr(v, "shape", None) == flat.shape]
-            rest = {k: v for k, v in values.items() if k not in sharded}
-            for parameter in self._parameters_in(flat):
-                full = {k: safe_get_full_optimizer_state(parameter, k) for k in sharded}
-                state[names[id(parameter)]] = {**rest, **full}
+        for flat, parameters in self._flat_buffers():
+            values = optimizer.optimizer.state.get(flat, {})
+            for parameter in parameters:
+                state[names[id(parameter)]] = {
+                    key: self._shards(parameter, key) if _is_sharded(value, flat) else value
+                    for key, value in values.items()
+                }
         groups = [
             {**{k: v for k, v in g.items() if k != "params"}, "params": [names[id(p)] for p in parameters]}
             for g, parameters in zip(optimizer.param_groups, self._groups, strict=True)
@@ -228,50 +268,29 @@ class DeepSpeedBackend(Backend):
         names = self.parameter_names(models)
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
-        for flat in self._flat_partitions():
-            for parameter in self._parameters_in(flat):
+        for flat, parameters in self._flat_buffers():
+            here = optimizer.optimizer.state[flat]
+            for parameter in parameters:
                 for key, value in state["state"].get(names[id(parameter)], {}).items():
-                    here = optimizer.optimizer.state[flat]
-                    if isinstance(value, torch.Tensor) and value.ndim:
-                        here.setdefault(key, torch.zeros_like(flat))
-                    else:
+                    if not isinstance(value, Shards):
                         here[key] = value
-        if self.stage < 3 and not optimizer._hp_optimizer_states_linked:
-            optimizer._lazy_init_hp_params_optimizer_state()
+                    elif key not in here:
+                        here[key] = torch.zeros_like(flat)
+        if self.stage < 3:
+            optimizer._lazy_init_hp_params_optimizer_state()  # links the parameters to parts of these buffers
         for parameter in self.optimizer_parameters(None):
             for key, value in state["state"].get(names[id(parameter)], {}).items():
-                if isinstance(value, torch.Tensor) and value.ndim:
-                    self._set_full(parameter, value, key)
+                if isinstance(value, Shards):
+                    self._set_shards(parameter, value, key)
         return None
 
-    def _set_full(self, parameter: Any, value: torch.Tensor, key: str | None = None) -> None:
-        """Set the fp32 master of a parameter, or one of its optimizer states, from the whole value."""
-        if self.stage < 3:
-            if key is None:
-                safe_set_full_fp32_param(parameter, value)
-            else:
-                safe_set_full_optimizer_state(parameter, value, key)
-            return
-        # The engine's own function fails where a parameter's size isn't a multiple of the number of processes.
-        size, rank = parameter.ds_tensor.numel(), self.context.process.rank
-        padded = torch.zeros(size * self.context.process.world_size, dtype=value.dtype, device=value.device)
-        padded[: value.numel()] = value.flatten()
-        mine = padded.narrow(0, rank * size, size)
-        if key is None:
-            safe_set_local_fp32_param(parameter, mine)
-        else:
-            safe_set_local_optimizer_state(parameter, mine, key)
-
-    def _flat_partitions(self) -> list[torch.Tensor]:
+    def _flat_buffers(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """The flat fp32 shards that the inner optimizer updates, each with the parameters that it has parts of, here or elsewhere."""
         zero = self._engine.optimizer
-        flats: list[torch.Tensor] = (
-            zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
-        )
-        return flats
+        if self.stage == 3:
+            return list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True))
+        return list(zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True))
 
-    def _parameters_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Parameters of the group that a flat shard belongs to, also those whose values lie on other processes."""
-        zero = self._engine.optimizer
-        index = next(i for i, f in enumerate(self._flat_partitions()) if f is flat)
-        parameters: list[torch.Tensor] = zero.fp16_groups[index] if self.stage == 3 else zero.bit16_groups[index]
-        return parameters
+
+def _is_sharded(value: Any, flat: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == flat.shape

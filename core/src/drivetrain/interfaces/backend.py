@@ -311,7 +311,7 @@ class Backend:
     def load_model_state(
         self, model: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Load what `model_state` returned, at this or another world size.
+        """Load what `model_state` returned, at this or another world size. May be collective: then what can fail on one process comes first.
 
         Returns:
             Names that are missing and names that are unexpected; both empty when ``strict``, which raises instead.
@@ -335,7 +335,7 @@ class Backend:
         return {"state": state, "param_groups": groups}
 
     def load_optimizer_state(self, optimizer: Any, models: Sequence[torch.nn.Module], state: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state` returned, at this or another world size."""
+        """Load what `optimizer_state` returned, at this or another world size; collective as `load_model_state` is."""
         names = self.parameter_names(models)
         order = [names[id(p)] for g in optimizer.param_groups for p in g["params"]]
         index = {name: i for i, name in enumerate(order)}

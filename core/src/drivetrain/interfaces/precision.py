@@ -16,9 +16,9 @@ __all__ = ["Precision"]
 class Precision:
     """Owns dtype and scaling: module conversion, forward context, loss scale, unscale, overflow, state.
 
-    The base class is full precision: every method does nothing, at no cost. A backend owns one instance and calls it; where the
-    vendor's engine owns precision (`Capability.OWNS_PRECISION`), the engine reads `compute_dtype` and `scaler_options` and
-    nothing else is called.
+    The base class is full precision: every method does nothing, at no cost. A backend owns one instance and calls it. Where the vendor's
+    engine owns precision (`Capability.OWNS_PRECISION`), the backend puts one of its own in the place of the chosen one, with its
+    `compute_dtype`, `scales` False and the engine's scale as its state.
 
     Args:
         spec: The descriptor.

@@ -289,5 +289,5 @@ def whole(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {
         n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().cpu().clone()
         for n, t in tensors.items()
-        if isinstance(t, torch.Tensor)
+        if isinstance(t, torch.Tensor) or hasattr(t, "full_tensor")
     }
