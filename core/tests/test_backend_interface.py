@@ -22,6 +22,7 @@ DRIVETRAIN_API = 1
 def drivetrain_register_backends():
     return [
         BackendSpec(name="flat", target="toy_flat:FlatBackend", capabilities=frozenset({Capability.ITEM_WEIGHTS, Capability.MULTIPLE_MODELS})),
+        BackendSpec(name="new", target="toy_flat:NewParametersBackend"),
         BackendSpec(name="alone", target="drivetrain.interfaces:Backend", options="toy_options:AloneOptions", exclusive=True),
     ]
 """
@@ -37,6 +38,8 @@ class AloneOptions(Options):
 """
 
 BACKEND = """
+import copy
+
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -85,6 +88,17 @@ class FlatBackend(Backend):
         optimizer.buffer.copy_(parameters_to_vector(optimizer.parameters).detach())
         (values,) = state["state"].values()
         optimizer.inner.state[optimizer.buffer] = values
+
+
+class NewParametersBackend(Backend):
+    '''Models get new parameters, as they do where they are sharded, or on a device that shares no memory.'''
+
+    def wrap_model(self, model, *, evaluation):
+        new = {p: copy.deepcopy(p) for p in model.parameters()}
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, new[parameter])
+        return model
 """
 
 
@@ -109,6 +123,48 @@ def installed(site, monkeypatch):
 def test_gradients_of_an_optimizer_with_buffers_of_its_own_are_corrected_before_clipping(weighted):
     case = Case(accumulation=4, weighted=weighted, accelerator={"backend": "flat", "cpu": True})
     assert train(case).largest_difference(reference(case, world_size=1)) < 2e-6
+
+
+@pytest.mark.parametrize("order", ["together", "model first", "optimizer first"])
+def test_optimizers_go_on_with_parameters_that_take_the_place_of_theirs(order):
+    def make():
+        torch.manual_seed(0)
+        model = make_model()
+        model[3].weight = model[3].weight  # registered anew: the order of parameters isn't that of construction
+        model.append(torch.nn.Linear(3, 3))
+        model[6].weight = torch.nn.Parameter(torch.eye(3))
+        model.append(torch.nn.Linear(3, 3))
+        model[7].weight = model[6].weight  # tied
+        decayed = [p for p in model.parameters() if p.ndim > 1]
+        rest = [p for p in model.parameters() if p.ndim == 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        return model, torch.optim.AdamW(groups, lr=0.02)
+
+    def one_step(model, optimizer):
+        batch = torch.utils.data.default_collate(make_data(8))
+        torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain, plain_optimizer = make()
+    model, optimizer = make()
+    for pair in ((plain, plain_optimizer), (model, optimizer)):
+        one_step(*pair)
+    accelerator = Accelerator(backend="new", cpu=True)
+    if order == "together":
+        model, optimizer = accelerator.prepare(model, optimizer)
+    elif order == "model first":
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer)
+    else:
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+    for pair in ((plain, plain_optimizer), (model, optimizer)):
+        one_step(*pair)
+        one_step(*pair)
+    assert model[7].weight is model[6].weight
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def make_job():

@@ -222,3 +222,81 @@ def test_errors_reach_the_script(tmp_path):
         warnings.simplefilter("error")
         run.accelerator.save_state()
     assert not dist.is_initialized()
+
+
+def epochs(folder, *, stop=None, where="loop", resume=False):
+    """Losses by (epoch, batch) over a shuffled, prepared loader with dropout; saves after ``stop`` batches, and ends."""
+    set_seed(3 + resume)
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True),
+    )
+    data = torch.utils.data.TensorDataset(torch.randn(22, 4, generator=torch.Generator().manual_seed(1)))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(0.3), torch.nn.Linear(6, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+    generator = torch.Generator().manual_seed(9 + resume)
+    loader = torch.utils.data.DataLoader(data, batch_size=3, shuffle=True, generator=generator)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    validation = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=6))
+    if resume:
+        accelerator.load_state()
+    losses = {}
+    done = 0
+    try:
+        for epoch in accelerator.epochs(3):
+            for (batch,) in loader:
+                with accelerator.accumulate(model):
+                    loss = model(batch).square().mean()
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                losses[epoch, loader.batch.index] = loss.item(), batch.sum().item()
+                done += 1
+                if done == stop and where == "loop":
+                    accelerator.save_state()
+                    return losses, None
+            if done == stop and where == "before validation":
+                accelerator.save_state()
+                return losses, None
+            losses[epoch, "validation"] = sum(batch.sum().item() for (batch,) in validation)
+            if done == stop and where == "end of epoch":
+                accelerator.save_state()
+                return losses, None
+            if done == stop:
+                break
+        if stop:
+            accelerator.save_state()
+    finally:
+        accelerator._finish_checkpoints()
+    return losses, [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("stop", "where"),
+    [
+        (1, "loop"),
+        (4, "loop"),
+        (6, "loop"),
+        (8, "loop"),
+        (8, "before validation"),
+        (8, "end of epoch"),
+        (8, "after a break"),
+        (16, "end of epoch"),
+    ],
+)
+def test_an_epoch_goes_on_where_it_was_left(workers, tmp_path, size, stop, where):
+    run = runner(workers, size)
+    whole = run(epochs, tmp_path)
+    first = run(epochs, tmp_path, stop=max(1, stop // size), where=where)
+    second = run(epochs, tmp_path, resume=True)
+    for rank in range(size):
+        together = {**first[rank][0], **second[rank][0]}
+        if where == "before validation":  # the training part of the epoch was over: it goes on with the next one
+            del whole[rank][0][0, "validation"]
+        assert together == whole[rank][0]
+        assert not first[rank][0].keys() & second[rank][0].keys()
+        assert all(torch.equal(a, b) for a, b in zip(second[rank][1], whole[rank][1], strict=True))

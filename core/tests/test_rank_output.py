@@ -90,6 +90,25 @@ def test_unfinished_lines_appear_by_themselves_after_a_moment():
     router.close()
 
 
+def test_a_stream_that_does_not_block_loses_nothing():
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    received = bytearray()
+
+    def read():
+        time.sleep(0.2)
+        while data := os.read(reading, 1 << 12):
+            received.extend(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with os.fdopen(writing, "w") as stream:
+        Sink(stream).write(b"x" * 500_000)
+    reader.join()
+    os.close(reading)
+    assert len(received) == 500_000
+
+
 def test_a_reader_that_is_gone_is_gone_for_the_rank_too():
     reading, writing = os.pipe()
     os.close(reading)

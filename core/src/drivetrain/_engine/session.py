@@ -103,7 +103,7 @@ class AcceleratorSession:
         accelerator = self._accelerator
         return {
             "step": accelerator.step,
-            "epoch": accelerator.epoch,
+            "epoch": accelerator._epoch_to_go_on_with,
             "accumulation": accelerator.gradient_state.counters(self.models),
         }
 

@@ -14,7 +14,8 @@ from drivetrain.checkpoint.layout import Piece, Plan, describe, make_plan, piece
 from drivetrain.checkpoint.plain import Encoded, dumps, encode, encode_parts
 from drivetrain.checkpoint.session import Session
 from drivetrain.checkpoint.store import pieces_metadata
-from drivetrain.checkpoint.tensors import is_dtensor, tensor_identity
+from drivetrain.checkpoint.tensors import is_dtensor, is_sharded, local_blocks, tensor_identity
+from drivetrain.interfaces.shards import Shards
 from drivetrain.specs import Capability
 
 __all__ = ["Document", "Snapshot", "TensorFile", "capture", "canonical", "content_name", "rank_file"]
@@ -123,7 +124,7 @@ class _Shared:
     ) -> None:
         self.tensors[content] = dict(tensors)
         for name, tensor in tensors.items():
-            self.pieces.append(describe(content, name, tensor, (aliases or {}).get(name, "")))
+            self.pieces.extend(describe(content, name, tensor, (aliases or {}).get(name, "")))
 
 
 def capture(
@@ -160,7 +161,8 @@ def capture(
     for content, pieces in plan.pieces.items():
         name = content if len(plan.writers[content]) == 1 else f"{content}.{rank_file(agreement.process.rank)}"
         tensors = {
-            piece_key(p): stage(f"{content}/{piece_key(p)}", _local(shared.tensors[content][p.name])) for p in pieces
+            piece_key(p): stage(f"{content}/{piece_key(p)}", _values(shared.tensors[content][p.name], p))
+            for p in pieces
         }
         snapshot.tensors[name] = TensorFile(f"tensors:{content}", tensors, pieces_metadata(pieces))
     _add_own(snapshot, own, agreement.process.rank, stage)
@@ -190,7 +192,7 @@ def _collect(
         shared.add(content_name("optimizer", i), encode(state, path=f"optimizer[{i}]", inline_limit=_INLINE_SHARED))
     objects = encode_parts(_objects(session), inline_limit=_INLINE_SHARED)
     if not leads:  # these may differ between ranks: the leader has the say, the others give their shards
-        objects.tensors = {name: t for name, t in objects.tensors.items() if is_dtensor(t)}
+        objects.tensors = {name: t for name, t in objects.tensors.items() if is_sharded(t)}
     shared.add("objects", objects)
     for kind in ("schedulers", "loaders", "custom_objects"):
         summary[kind] = [type(o).__name__ for o in getattr(session, kind)]
@@ -208,7 +210,7 @@ def _add_model_state(shared: _Shared, content: str, state: Mapping[str, Any]) ->
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, (torch.Tensor, Shards)):
             extras[canonical(name)] = value
             continue
         checked = encode(value, path=f"{content}.{name}")  # refuses what has no plain values
@@ -334,7 +336,7 @@ def _whole(tensors: Mapping[str, Any], names: Iterable[str], mine: bool) -> Iter
         tensor = tensors.get(name)
         if tensor is None:
             continue
-        if is_dtensor(tensor):
+        if is_sharded(tensor):
             full = tensor.full_tensor()
             if mine:
                 yield name, full
@@ -342,9 +344,12 @@ def _whole(tensors: Mapping[str, Any], names: Iterable[str], mine: bool) -> Iter
             yield name, tensor
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return local
+def _values(tensor: Any, piece: Piece) -> torch.Tensor:
+    """What a piece of this rank's holds."""
+    if piece.offsets is None:
+        whole: torch.Tensor = tensor
+        return whole
+    return next(block.values for block in local_blocks(tensor) if block.offsets == piece.offsets)
 
 
 def _add_own(snapshot: Snapshot, own: Encoded, rank: int, stage: Stage) -> None:

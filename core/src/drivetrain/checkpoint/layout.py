@@ -12,9 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from drivetrain.checkpoint.tensors import dtype_from_name, dtype_name, is_dtensor, local_region
+from drivetrain.checkpoint.tensors import dtype_from_name, dtype_name, is_sharded, local_blocks
 from drivetrain.errors import UnsupportedError
 
 __all__ = ["Piece", "Plan", "Shard", "describe", "make_plan", "piece_key", "shard_file", "shard_names"]
@@ -69,16 +67,19 @@ class Piece:
         return cls(content, name, dtype, tuple(shape), at, tuple(sizes), alias_of)
 
 
-def describe(content: str, name: str, tensor: torch.Tensor, alias_of: str = "") -> Piece:
-    """The piece of a tensor that this rank holds.
+def describe(content: str, name: str, tensor: Any, alias_of: str = "") -> list[Piece]:
+    """The pieces of a tensor that this rank holds; an empty one if it holds none.
 
     Example:
-        >>> describe("model", "w", torch.zeros(2, 3)).sizes
-        (2, 3)
+        >>> [piece.sizes for piece in describe("model", "w", torch.zeros(2, 3))]
+        [(2, 3)]
     """
-    shape = tuple(tensor.shape)
-    offsets, sizes = local_region(tensor) if is_dtensor(tensor) else (None, shape)
-    return Piece(content, name, dtype_name(tensor.dtype), shape, offsets, sizes, alias_of)
+    shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+    if not is_sharded(tensor):
+        return [Piece(content, name, dtype, shape, None, shape, alias_of)]
+    none = (0,) * len(shape)
+    regions = [(b.offsets, tuple(b.values.shape)) for b in local_blocks(tensor)] or [(none, none)] * bool(shape)
+    return [Piece(content, name, dtype, shape, offsets, sizes, alias_of) for offsets, sizes in regions]
 
 
 def piece_key(piece: Piece) -> str:
@@ -189,7 +190,9 @@ def _sort(
         for p in held[rank]:
             if p.content in models:
                 if p.name not in aliases[p.content]:
-                    wholes.setdefault(p.content, {}).setdefault(p.name, (p, []))[1].append(rank)
+                    holders = wholes.setdefault(p.content, {}).setdefault(p.name, (p, []))[1]
+                    if rank not in holders:
+                        holders.append(rank)
                 continue
             if 0 in p.sizes and 0 not in p.shape:
                 continue  # this rank's block is empty

@@ -33,6 +33,7 @@ from drivetrain.checkpoint.tensors import (
     to_bytes,
 )
 from drivetrain.errors import CheckpointError
+from drivetrain.interfaces.shards import Shards
 
 __all__ = ["Encoded", "decode", "dumps", "encode", "encode_parts", "inline_tensor", "loads"]
 
@@ -54,12 +55,12 @@ class Encoded:
 
     Args:
         tree: What JSON can hold.
-        tensors: Tensors to be stored in a file of their own, by the path at which each was first met.
+        tensors: Tensors (whole, DTensors or `Shards`) to be stored in a file of their own, by the path at which each was first met.
         inline: Small tensors, as JSON, by the same kind of name.
     """
 
     tree: Any = None
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)
     inline: dict[str, Any] = field(default_factory=dict)
 
 
@@ -67,7 +68,7 @@ def encode(value: Any, *, path: str = "state", inline_limit: int = 0) -> Encoded
     """Take plain data apart.
 
     Known are None, bool, int, float, complex, str, bytes, list, tuple, dict (any plain keys), set, frozenset, OrderedDict,
-    defaultdict (of builtin factories), Counter, deque, range, slice, dense tensors and DTensors, NumPy arrays and scalars, ``torch.dtype``,
+    defaultdict (of builtin factories), Counter, deque, range, slice, dense tensors, DTensors and `Shards`, NumPy arrays and scalars, ``torch.dtype``,
     ``torch.device``, ``torch.Size``, paths, and dates, times and time spans. Types must match exactly: a subclass would come back as something else.
     Tensors come back on the CPU, without ``requires_grad``; a tensor met twice comes back as one.
 
@@ -314,6 +315,14 @@ class _Encoder:
                 self.out.tensors[name] = value
         return {"$tensor": name}
 
+    def _shards(self, value: Shards, path: str) -> Any:
+        identity = tensor_identity(value)
+        if identity not in self._names:
+            self._names[identity] = name = self._free_name(path)
+            self._alive.append(value)
+            self.out.tensors[name] = value
+        return {"$tensor": self._names[identity]}
+
     def _free_name(self, path: str) -> str:
         name, count = path, 1
         while name in self.out.tensors or name in self.out.inline:
@@ -386,6 +395,7 @@ _LEAVES: dict[type, Callable[[_Encoder, Any, str], Any]] = {
     torch.Size: lambda self, v, path: {"$torch.Size": list(v)},
     torch.Tensor: _Encoder._tensor,
     torch.nn.Parameter: _Encoder._tensor,
+    Shards: _Encoder._shards,
     np.ndarray: _Encoder._array,
 }
 

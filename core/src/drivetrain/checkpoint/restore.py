@@ -14,8 +14,9 @@ from drivetrain.checkpoint.plain import decode
 from drivetrain.checkpoint.session import Session
 from drivetrain.checkpoint.source import Source
 from drivetrain.checkpoint.store import TensorStore
-from drivetrain.checkpoint.tensors import is_dtensor
+from drivetrain.checkpoint.tensors import is_dtensor, is_sharded
 from drivetrain.errors import CheckpointError
+from drivetrain.interfaces.shards import Shards
 
 __all__ = ["LoadReport", "restore"]
 
@@ -135,7 +136,7 @@ def _model_state(session: Session, source: Source, index: int, strict: bool, rep
     missing = []
     for name, value in template.items():
         saved = canonical(name)
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, (torch.Tensor, Shards)):
             if saved in extras:
                 state[name] = extras[saved]
             else:
@@ -181,10 +182,15 @@ def _optimizer_state(
     state = decode(source.raw_part(content)[0], _Stored)
     store = source.store(content)
     names = session.backend.parameter_names(models)
-    parameters = {names[id(p)]: p for m in models for p in session.backend.unwrap(m).parameters() if id(p) in names}
-    here = {canonical(name): name for name in parameters}
+    layouts = {
+        names[id(p)]: session.backend.state_layout(p)
+        for m in models
+        for p in session.backend.unwrap(m).parameters()
+        if id(p) in names
+    }
+    here = {canonical(name): name for name in layouts}
     values = {
-        here.get(name, name): _fill(entry, store, parameters.get(here.get(name, name)))
+        here.get(name, name): _fill(entry, store, layouts.get(here.get(name, name)))
         for name, entry in state["state"].items()
     }
     groups = [
@@ -195,16 +201,16 @@ def _optimizer_state(
     return {**rest, "state": values, "param_groups": groups}
 
 
-def _fill(value: Any, store: TensorStore, parameter: Any) -> Any:
-    """Replace stand-ins by tensors; those of a sharded parameter's shape are sharded like it."""
+def _fill(value: Any, store: TensorStore, layout: Any) -> Any:
+    """Replace stand-ins by tensors; those of a sharded parameter's shape are laid out as its state is."""
     if isinstance(value, _Stored):
         # Scalars are step counts, which no optimizer shards.
-        alike = is_dtensor(parameter) and store.shape(value.name) == tuple(parameter.shape) != ()
-        return store.read_like(value.name, parameter) if alike else store.read(value.name)
+        alike = is_sharded(layout) and store.shape(value.name) == tuple(layout.shape) != ()
+        return store.read_like(value.name, layout) if alike else store.read(value.name)
     if type(value) is dict:
-        return {k: _fill(v, store, parameter) for k, v in value.items()}
+        return {k: _fill(v, store, layout) for k, v in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_fill(v, store, parameter) for v in value)
+        return type(value)(_fill(v, store, layout) for v in value)
     return value
 
 

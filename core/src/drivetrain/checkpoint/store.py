@@ -13,6 +13,7 @@ from drivetrain.checkpoint.layout import Piece, piece_key
 from drivetrain.checkpoint.tensors import is_dtensor, local_region
 from drivetrain.errors import CheckpointError
 from drivetrain.interfaces.checkpoint_format import TensorReader
+from drivetrain.interfaces.shards import Shards
 
 __all__ = ["TensorStore", "pieces_metadata"]
 
@@ -116,14 +117,17 @@ class TensorStore:
                 return block.reader.view(block.key, region) if shared else block.reader.read(block.key, region)
         return self._assemble(real, start, size)
 
-    def read_like(self, name: str, template: Any, *, shared: bool = False) -> torch.Tensor:
+    def read_like(self, name: str, template: Any, *, shared: bool = False) -> Any:
         """What this rank holds of a tensor that is to be laid out like ``template``, on the template's device.
 
         Args:
             name: The tensor.
-            template: A DTensor: only this rank's block is read, and the result has its mesh and placements. Else the whole is read.
+            template: A DTensor: only this rank's block is read, and the result has its mesh and placements. `Shards`: its blocks are read.
+                Else the whole is read.
             shared: As for `read`; it holds for plain templates on the CPU.
         """
+        if isinstance(template, Shards):
+            return template.like(lambda offsets, sizes: self.read(name, offsets, sizes))
         if not is_dtensor(template):
             return self.read(name, shared=shared)
         from torch.distributed.tensor import DTensor

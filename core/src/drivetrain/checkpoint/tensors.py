@@ -10,11 +10,14 @@ from typing import Any
 import torch
 
 from drivetrain.errors import CheckpointError
+from drivetrain.interfaces.shards import Block, Shards
 
 __all__ = [
     "dtype_from_name",
     "dtype_name",
     "is_dtensor",
+    "is_sharded",
+    "local_blocks",
     "local_region",
     "raw_view",
     "tensor_from_bytes",
@@ -60,6 +63,28 @@ def is_dtensor(value: object) -> bool:
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def is_sharded(value: object) -> bool:
+    """Whether this rank holds only a part of a value.
+
+    Example:
+        >>> is_sharded(torch.zeros(1))
+        False
+    """
+    return isinstance(value, Shards) or is_dtensor(value)
+
+
+def local_blocks(value: Any) -> tuple[Block, ...]:
+    """What this rank holds of a sharded value.
+
+    Example:
+        >>> [block.offsets for block in local_blocks(Shards.of_range(torch.ones(2), start=1, shape=(2, 2)))]
+        [(0, 1), (1, 0)]
+    """
+    if isinstance(value, Shards):
+        return value.blocks
+    return (Block(local_region(value)[0], value.to_local()),)
 
 
 def local_region(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -115,9 +140,11 @@ def tensor_from_bytes(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> 
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(tuple(shape))
 
 
-def tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+def tensor_identity(tensor: Any) -> tuple[Any, ...]:
     """Equal for two tensors that are the same values in the same memory (tied weights), while both live."""
-    local = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    if isinstance(tensor, Shards):
+        return ("object", id(tensor))
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
     if local.numel() == 0:
         return ("object", id(tensor))
     bits = (local.is_conj(), local.is_neg())

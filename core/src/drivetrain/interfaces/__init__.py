@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from drivetrain.interfaces.launcher import Launcher, LaunchRequest
     from drivetrain.interfaces.precision import Precision
     from drivetrain.interfaces.sharding_planner import ShardingPlan, ShardingPlanner
+    from drivetrain.interfaces.shards import Block, Shards
     from drivetrain.interfaces.tracker import Row, Tracker, TrackerContext
 
 __all__ = [
     "Backend",
     "BackendContext",
+    "Block",
     "CheckpointFormat",
     "DataSharding",
     "Device",
@@ -30,6 +32,7 @@ __all__ = [
     "Row",
     "ShardingPlan",
     "ShardingPlanner",
+    "Shards",
     "TensorReader",
     "TorchDevice",
     "Tracker",
@@ -47,6 +50,7 @@ __getattr__, __dir__ = lazy_exports(
         "launcher": ["LaunchRequest", "Launcher"],
         "precision": ["Precision"],
         "sharding_planner": ["ShardingPlan", "ShardingPlanner"],
+        "shards": ["Block", "Shards"],
         "tracker": ["Row", "Tracker", "TrackerContext"],
     },
 )

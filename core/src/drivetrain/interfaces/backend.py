@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from drivetrain.errors import UnsupportedError
 from drivetrain.interfaces.device import Device
@@ -101,6 +103,9 @@ class Backend:
         self.context = context
         self.precision = context.precision
         self.device = context.torch_device
+        # What took the place of a parameter, for as long as something (an optimizer) holds that one.
+        self._successors: Any = WeakTensorKeyDictionary()
+        self._earlier: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     # -- processes ---------------------------------------------------------------------------------------------------------
 
@@ -153,14 +158,24 @@ class Backend:
     def prepare(self, request: PrepareRequest) -> Prepared:
         """Prepare all objects at once.
 
-        Optimizers are expected to update the parameters of the prepared models afterwards; a backend that replaces parameters
-        repoints them, with their groups and state, or refuses.
+        Optimizers update the parameters of the prepared models afterwards: where a model's parameters were replaced (by shards, by
+        ones on a device that can't share memory with the old ones), their groups and state are pointed at the new ones.
         """
-        models = [
-            self.prepare_model(m, device_placement=p, evaluation=e)
-            for m, p, e in zip(request.models, request.device_placement, request.evaluation, strict=True)
-        ]
+        models = []
+        for model, placement, evaluation in zip(
+            request.models, request.device_placement, request.evaluation, strict=True
+        ):
+            before = dict(model.named_parameters(remove_duplicate=False))
+            prepared = self.prepare_model(model, device_placement=placement, evaluation=evaluation)
+            models.append(prepared)
+            for name, parameter in self.unwrap(prepared).named_parameters(remove_duplicate=False):
+                if name in before and before[name] is not parameter:
+                    self._successors[before[name]] = parameter
+        if self._successors:
+            for optimizer in list(self._earlier):  # prepared before their models
+                self.prepare_optimizer(optimizer)
         optimizers = [self.prepare_optimizer(o) for o in request.optimizers]
+        self._earlier.update(o for o in request.optimizers if isinstance(o, torch.optim.Optimizer))
         return Prepared(models=models, optimizers=optimizers, schedulers=list(request.schedulers))
 
     def prepare_model(self, model: torch.nn.Module, *, device_placement: bool, evaluation: bool) -> torch.nn.Module:
@@ -178,13 +193,25 @@ class Backend:
         return model
 
     def prepare_optimizer(self, optimizer: Any) -> Any:
-        """Prepare one optimizer after its models; here: its state moves to where its parameters are."""
-        if isinstance(optimizer, torch.optim.Optimizer):
-            for parameter, state in optimizer.state.items():
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.ndim > 0 and value.device != parameter.device:
-                        state[name] = value.to(parameter.device)
+        """Prepare one optimizer after its models; here: it updates the parameters that these have now, and its state fits them."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return optimizer
+        for group in optimizer.param_groups:
+            for i, old in enumerate(group["params"]):
+                new = self._successors.get(old)
+                if new is not None:
+                    group["params"][i] = new
+                    if old in optimizer.state:
+                        optimizer.state[new] = optimizer.state.pop(old)
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim > 0:
+                    state[name] = self.place_state(parameter, value)
         return optimizer
+
+    def place_state(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """One tensor of a parameter's optimizer state as it has to be beside it: on its device, sharded like it."""
+        return value if value.device == parameter.device else value.to(parameter.device)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The user's model under what `wrap_model` put around it."""
@@ -275,7 +302,10 @@ class Backend:
     # -- state under canonical names ---------------------------------------------------------------------------------------
 
     def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Parameters and persistent buffers by the unwrapped model's names. Sharded values are DTensors. Collective."""
+        """Parameters and persistent buffers by the unwrapped model's names. Collective.
+
+        Sharded values are DTensors, or `Shards` where no DTensor describes what this process holds: it isn't put together here.
+        """
         return dict(self.unwrap(model).state_dict())
 
     def load_model_state(
@@ -322,6 +352,13 @@ class Backend:
                 "param_groups": [{**g, "params": [index[n] for n in g["params"]]} for g in state["param_groups"]],
             }
         )
+
+    def state_layout(self, parameter: torch.Tensor) -> Any:
+        """How optimizer state of a parameter's shape lies on the processes: a DTensor or `Shards` with any values; a plain tensor for whole state.
+
+        `load_optimizer_state` gets it laid out like that.
+        """
+        return parameter
 
     def parameter_names(self, models: Sequence[torch.nn.Module]) -> dict[int, str]:
         """Canonical name of each parameter, by ``id``; a tied parameter has its first name."""

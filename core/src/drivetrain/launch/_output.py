@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import selectors
 import threading
 import time
@@ -68,7 +69,10 @@ class Sink:
             self._stream.flush()
             view = memoryview(data)
             while view:
-                view = view[os.write(self.fd, view) :]
+                try:
+                    view = view[os.write(self.fd, view) :]
+                except BlockingIOError:  # some other program has set the terminal or pipe so
+                    select.select([], [self.fd], [])
         except (OSError, ValueError):
             self.broken = True
 

@@ -234,11 +234,11 @@ def train(case: Case, make_accelerator: Callable[..., Any] | None = None) -> Res
     loader: Any = torch.utils.data.DataLoader(
         rows if case.sized else Stream(rows), batch_size=case.batch_size, **case.loader
     )
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    if scheduler is not None:
-        scheduler = accelerator.prepare(scheduler)
     result = Result()
     try:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        if scheduler is not None:
+            scheduler = accelerator.prepare(scheduler)
         for _ in range(case.epochs):
             _train_epoch(case, accelerator, model, optimizer, scheduler, loader, result)
         result.weights = whole(accelerator.backend.model_state(model))

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from drivetrain._engine.prepare import PreparedObjects
     from drivetrain._engine.stopping import Stopper
+    from drivetrain.data.stack import LoaderStack
 
 __all__ = ["TimingFacade"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """How things stood when an epoch began.
+
+    Args:
+        step: Optimizer steps.
+        resumed: Whether it goes on with an epoch that was left.
+        loaders: The epoch of each loader, by ``id``.
+    """
+
+    step: int
+    resumed: bool
+    loaders: dict[int, int]
 
 
 class TimingFacade:
     """Optimizer steps and epochs so far, and a stop that all processes agree on."""
 
     _stopper: Stopper
+    _objects: PreparedObjects
+    _loader_stack: LoaderStack
+    _begun: _Begun | None = None
     _step: int = 0
     _epoch: int = 0
 
@@ -45,9 +66,29 @@ class TimingFacade:
             [0, 1, 2]
         """
         self._stopper.watch()
+        resumed = [loader for loader in self._objects.by_kind["loader"] if loader.resumes]
+        for loader in resumed:
+            loader.set_epoch(loader.epoch)  # this epoch and no other, even where all its batches were taken
         while self._epoch < num_epochs and not self._stopper.should_stop:
+            self._begun = _Begun(
+                self._step, bool(resumed), {id(loader): loader.epoch for loader in self._objects.by_kind["loader"]}
+            )
+            resumed = []
             yield self._epoch
-            self._epoch += not self._stopper.should_stop  # the epoch that was left early goes on after a resume
+            if not self._stopper.should_stop:  # the epoch that was left early goes on after a resume
+                self._epoch += 1
+                self._begun = None
+
+    @property
+    def _epoch_to_go_on_with(self) -> int:
+        """The epoch in which a run resumes that is saved now: the next one, once the training loop of this one has ended."""
+        begun = self._begun
+        if begun is None or self._loader_stack.active is not None or not (self._step > begun.step or begun.resumed):
+            return self._epoch
+        ended = any(
+            loader.epoch > begun.loaders.get(id(loader), loader.epoch) for loader in self._objects.by_kind["loader"]
+        )
+        return self._epoch + ended
 
     @property
     def should_stop(self) -> bool:
