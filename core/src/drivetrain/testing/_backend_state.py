@@ -34,13 +34,12 @@ class NamedModel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = make_model()
-        self.head = torch.nn.ModuleDict({"out": torch.nn.Linear(3, 16, bias=False), "back": torch.nn.Linear(3, 16)})
-        out: Any = self.head["out"]
-        back: Any = self.head["back"]
+        out, back = torch.nn.Linear(3, 16, bias=False), torch.nn.Linear(3, 16)
         back.weight = out.weight
         with torch.no_grad():
             out.weight.copy_(torch.linspace(-1, 1, 48).view(16, 3))
             back.bias.fill_(0.5)
+        self.head = torch.nn.ModuleDict({"out": out, "back": back})
         self.register_buffer("scale", torch.tensor(2.0))
         self.register_buffer("cache", torch.zeros(2), persistent=False)
 
