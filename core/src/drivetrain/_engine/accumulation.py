@@ -315,7 +315,6 @@ class Accumulator:
         Losses are divided by it, so that gradients keep the size they would have with plain means and fp16 stays in range.
         """
         if self.reference == 0.0:
-            self.backend.require(Capability.ITEM_WEIGHTS, "backward(loss, weight=...)")
             value = torch.as_tensor(weight, dtype=torch.float32, device=self.backend.device).detach().clone()
             if self.gradient_world_size > 1:
                 dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.backend.gradient_group)
