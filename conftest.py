@@ -14,14 +14,14 @@ _seconds: dict[str, float] = collections.defaultdict(float)
 
 
 def _package(path: str) -> str:
-    """The package that a test file belongs to: core, plugins/ddp, tests/integration."""
+    """The package that a test file belongs to: core, plugins/ddp, tests/integration. A kit's tests belong to who runs them."""
     parts = pathlib.PurePath(path).parts
     return "/".join(parts[: 1 if parts[0] == "core" else 2])
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add up the time of setup, call and teardown."""
-    _seconds[_package(report.location[0])] += report.duration
+    _seconds[_package(report.nodeid.split("::")[0])] += report.duration
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -48,7 +48,8 @@ def make_backend():
     context = BackendContext(
         process=ProcessInfo(), device=device, torch_device=torch.device("cpu"), precision=precision
     )
-    return Backend(BackendSpec(name="single", capabilities=frozenset({Capability.ITEM_WEIGHTS})), context)
+    spec = BackendSpec(name="single", capabilities=frozenset({Capability.ITEM_WEIGHTS}))
+    return Backend(spec, context)
 
 
 class Run:

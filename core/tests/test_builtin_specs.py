@@ -57,4 +57,5 @@ def test_the_single_backend_applies_to_one_process_and_gives_way():
 
 def test_commands_are_click_commands_named_like_their_targets():
     for spec in plugin.drivetrain_register_commands():
-        assert spec.target == f"drivetrain.cli.{spec.name}:{spec.name}"
+        if not spec.hidden:  # the others stand for something that has a name of its own
+            assert spec.target == f"drivetrain.cli.{spec.name}:{spec.name}"

@@ -155,7 +155,7 @@ def test_an_error_of_the_data_set_reaches_every_rank_after_the_batches_before(ra
         seen = []
         try:
             for batch in loader:
-                seen.append(batch.tolist())  # noqa: PERF401 (kept when it raises)
+                seen.append(batch.tolist())
         except Exception as error:
             return seen, type(error).__name__, str(error)
 

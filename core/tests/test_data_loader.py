@@ -370,7 +370,7 @@ def test_breaking_out_and_nesting():
         assert stack.active is train
     with pytest.raises(ZeroDivisionError):
         for _ in train:
-            1 / 0  # noqa: B018
+            1 / 0
     for a, _b in zip(train, valid, strict=False):
         assert stack.active is valid and train.batch.index == a[0].item() // 2
 
@@ -420,7 +420,7 @@ def test_a_dataset_that_raises_ahead_does_not_cost_the_batch_before():
     seen = []
     with pytest.raises(ValueError, match="broken sample"):
         for batch in loader:
-            seen.append((batch.tolist(), loader.batch.is_last))  # noqa: PERF401 (kept when it raises)
+            seen.append((batch.tolist(), loader.batch.is_last))
     assert seen == [([0, 1], False), ([2, 3], False)]
 
     class Stops(Dataset):
@@ -475,6 +475,17 @@ def test_custom_strategies_by_function_class_and_path():
     shuffled = prepare(lambda: DataLoader(range(40), batch_sampler=Batches(5)), strategy="random")[0]
     first, second = [b for b, _ in read(shuffled)], [b for b, _ in read(shuffled)]
     assert first != second and Counter(map(tuple, first)) == Counter(map(tuple, second))
+
+
+def test_a_data_set_may_grow_between_epochs():
+    data = list(range(5))
+    for shuffle in (False, True):
+        loaders = prepare(lambda s=shuffle: DataLoader(data, batch_size=2, shuffle=s), 2)
+        before = new_rows([read(loader) for loader in loaders])
+        data += range(len(data), len(data) + 3)
+        after = new_rows([read(loader) for loader in loaders])
+        assert (sorted(before), sorted(after)) == (list(range(len(data) - 3)), list(range(len(data))))
+        assert {len(loader) for loader in loaders} == {-(-len(data) // 4)}
 
 
 def test_batches_keep_their_container_types_on_the_device():

@@ -89,8 +89,8 @@ def test_windows_count_the_rows_of_all_ranks(case, size):
     plan = make_plan(range(length), layout, SHARDINGS[layout.strategy])
     for rank in range(layout.world):
         for step in range(plan.steps[rank]):
-            window = plan.window(step, size, rank)
-            assert window.size == min(size, plan.steps[rank] - step)
+            window = plan.window(step, size)
+            assert window.size == min(size, *(end - step for end in plan.steps if end > step))
             steps = range(step, step + window.size)
             assert window.global_rows == sum(sum(plan.round_at(s).rows) for s in steps)
             info = plan.info(step, rank)
@@ -104,7 +104,7 @@ def test_uneven_last_batches_by_hand():
     plan = make_plan(range(10), layout, Interleaved())
     assert [[plan.indices(s, r) for r in range(3)] for s in range(2)] == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8], [9]]]
     assert plan.info(1, 1).rank_rows == (2, 1, 1) and plan.info(1, 1).rows == 1 and plan.info(1, 1).is_last
-    assert plan.window(0, 2, 0).global_rows == 10 and plan.window(1, 2, 0).size == 1
+    assert plan.window(0, 2).global_rows == 10 and plan.window(1, 2).size == 1
     # 7 samples: the last round has 1 row; ranks 1 and 2 get it again, without weight.
     plan = make_plan(range(7), layout, Interleaved())
     assert [plan.indices(1, r) for r in range(3)] == [[6], [6], [6]]
@@ -252,6 +252,6 @@ def test_arithmetic_is_constant_time_in_the_position():
     plan = make_plan(range(10**15), layout, Interleaved())
     step = plan.steps[0] - 1
     assert plan.indices(step, 1)[-1] == 10**15 - 1
-    assert plan.window(step - 3, 8, 0).size == 4
+    assert plan.window(step - 3, 8).size == 4
     assert cut_round(3, layout).rows == (2, 1)
     assert len(plan.remaining(step)) == 10**15 - step * 64

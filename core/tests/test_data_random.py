@@ -178,13 +178,30 @@ def test_batches_are_read_from_their_seeds_and_leave_no_trace(mode):
 def test_auto_finds_out_which_generators_are_used():
     seeder = BatchSeeder("auto")
     for seed in range(10):
-        seeder.read(lambda: torch.rand(1), seed)
+        seeder.read(lambda: None, seed)
     assert seeder.used == set()
-    for seed in range(300):
+    for seed in range(seeder.EVERY):
         seeder.read(lambda: np.random.rand(), seed)
     assert seeder.used == {"numpy"}
     state = np.random.get_state()[2]
     assert seeder.read(np.random.rand, 3) == seeder.read(np.random.rand, 3) and np.random.get_state()[2] == state
+    for seed in range(seeder.EVERY_FOR_TORCH):
+        seeder.read(lambda: torch.rand(1), seed)
+    assert seeder.used == {"numpy", "torch"}
+
+
+def test_deterministic_mode_looks_after_all_generators_always():
+    seeder = BatchSeeder("auto")
+    for seed in range(20):
+        seeder.read(lambda: None, seed)
+    torch.use_deterministic_algorithms(True)
+    try:
+        seeder.start()
+        before = rng_state()
+        assert seeder.read(draw, 3) == seeder.read(draw, 3)
+        assert rng_state()["python"] == before["python"] and rng_state()["numpy"] == before["numpy"]
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_no_seeding_at_all():

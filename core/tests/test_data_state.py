@@ -287,6 +287,9 @@ def test_keep_global_batch():
         assert [take(loader) for loader in loaders] == [[[12, 13, 14], [18, 19, 20]], [[15, 16, 17], [21, 22, 23]]]
         assert [len(take(loader)) for loader in loaders] == [4, 4] and loaders[0].total_batch_size == 6
     assert "the global batch stays as it is" in str(caught[0].message)
+    between = prepare(make, 2, keep_global_batch=True)[0]
+    between.load_state_dict(saved(prepare(make, 3)[0]))  # saved between epochs
+    assert between.total_batch_size == 6
     one = prepare(make, 1)[0]
     take(one, 1)
     with pytest.raises(UnsupportedError, match="can't divide global batches of 2 over 4 ranks"):

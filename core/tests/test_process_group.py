@@ -2,7 +2,10 @@
 
 import os
 import socket
+import tempfile
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,9 +29,25 @@ def info():
     )
 
 
+def end_group():
+    """End the group, rank 0 first: the others would meet at its old store, which may listen at the same address as the next one."""
+    rank = dist.get_rank()
+    done = Path(tempfile.gettempdir()) / f"group-of-{os.environ['MASTER_PORT']}-ended"
+    if rank == 0:
+        done.unlink(missing_ok=True)
+    dist.barrier()
+    if rank == 0:
+        dist.destroy_process_group()
+        done.touch()
+        return
+    while not done.exists():
+        time.sleep(0.01)
+    dist.destroy_process_group()
+
+
 def remake(**kwargs):
     """End the pool's group and make another one with ours."""
-    dist.destroy_process_group()
+    end_group()
     return init_process_group(info(), device=CPU, device_backend="gloo", **kwargs)
 
 
@@ -51,7 +70,7 @@ def test_ranks_meet_at_an_address_or_at_the_environments(ranks):
             handle = remake(init_method=method, timeout=30)
             made.append((handle.owned, handle.backend, gather(torch.tensor([dist.get_rank()])).tolist()))
         assert dict(os.environ) == before, "no variable is written"
-        handle.destroy()
+        end_group()
         handle.destroy()
         assert not dist.is_initialized()
         dist.init_process_group("gloo")

@@ -33,7 +33,6 @@ from .option_probes import (  # noqa: F401
     keywords,
     launching,
     look,
-    look_at_all,
     projects,
     trackers,
 )
@@ -74,16 +73,11 @@ def test_effect(option, tmp_path):
     assert look(probe, tmp_path) == [case.seen for case in probe.cases]
 
 
-@pytest.fixture(scope="module")
-def seen_on_ranks(workers, tmp_path_factory):
-    probes = [p for p in PROBES.values() if p.ranks == 2]
-    return workers(2).run(look_at_all, probes, tmp_path_factory.mktemp("options"))
-
-
 @pytest.mark.parametrize("option", [o for o, p in PROBES.items() if p.ranks == 2])
-def test_effect_on_ranks(option, seen_on_ranks):
-    by_rank = [seen[option] for seen in seen_on_ranks]
-    assert [list(seen) for seen in zip(*by_rank, strict=True)] == [case.seen for case in PROBES[option].cases]
+def test_effect_on_ranks(option, ranks, tmp_path):
+    probe = PROBES[option]
+    by_rank = ranks.run(look, probe, tmp_path)
+    assert [list(seen) for seen in zip(*by_rank, strict=True)] == [case.seen for case in probe.cases]
 
 
 # -- where values come from ------------------------------------------------------------------------------------------------

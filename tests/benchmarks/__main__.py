@@ -30,12 +30,14 @@ class Report:
 
     @contextmanager
     def section(self, title: str) -> Iterator[None]:
-        """Say on stderr what is measured; keep the error if it fails."""
+        """Say on stderr what is measured and what came out; keep the error if it fails."""
         print(f"[{title}]", file=sys.stderr, flush=True)
+        before = len(self.rows)
         try:
             yield
         except RuntimeError as error:
             self.failures.append(f"{title}: {error}")
+        print(render(self.rows[before:]), file=sys.stderr, flush=True)
 
     def to_dict(self) -> dict[str, object]:
         """The report as plain data."""

@@ -44,7 +44,7 @@ def run(command: list[str], environment: Mapping[str, str] | None = None) -> Usa
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
+            env={**_environment(), **(environment or {})},
             start_new_session=True,
         )
         watchdog = threading.Timer(TIMEOUT, os.killpg, (process.pid, signal.SIGKILL))
@@ -58,6 +58,11 @@ def run(command: list[str], environment: Mapping[str, str] | None = None) -> Usa
             printed = output.read().decode(errors="replace")[-4000:]
             raise RuntimeError(f"{command} ended with {process.returncode} after {wall:.0f} s:\n{printed}")
     return Usage(used.ru_utime + used.ru_stime, wall)
+
+
+def _environment() -> dict[str, str]:
+    """This process's variables, but modules may be compiled once and for all, as where they were installed."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def interleave(runs: Mapping[str, Callable[[], Usage]], repeats: int) -> dict[str, list[Usage]]:

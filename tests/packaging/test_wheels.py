@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,80 +12,15 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = [ROOT / "core", *sorted(p.parent for p in ROOT.glob("plugins/*/pyproject.toml"))]
-CONSTRAINTS = ROOT / "tests" / "constraints.txt"
-
-#: Variables of this process that a user's shell wouldn't have.
-OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "OMP_NUM_THREADS")
-
-
-class Environment:
-    """A clean environment, and a folder in which its programs are run."""
-
-    def __init__(self, folder: Path, wheels: Path) -> None:
-        self.folder = folder
-        self._wheels = wheels
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-
-    def pip_install(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            self.folder / "bin" / "python",
-            "install",
-            "-c",
-            CONSTRAINTS,
-        ]
-        options = ["--quiet", "--disable-pip-version-check", "--no-compile", "--find-links", self._wheels]
-        return subprocess.run(
-            [*command, *options, *arguments], check=True, capture_output=True, text=True, env=self._variables()
-        )
-
-    def run(self, program: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-        command = [self.folder / "bin" / program, *map(str, arguments)]
-        return subprocess.run(
-            command,
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=self._variables(),
-            stdin=subprocess.DEVNULL,
-        )
-
-    def _variables(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if k not in OURS and not k.startswith("DRIVETRAIN_")}
-        return {**kept, "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-
-
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory) -> Path:
-    """A folder with a wheel of each package."""
-    folder = tmp_path_factory.mktemp("wheels")
-    for package in PACKAGES:
-        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, package]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stdout + result.stderr
-    return folder
-
-
-@pytest.fixture(scope="module")
-def clean(wheels, tmp_path_factory) -> Environment:
-    """One environment that grows from test to test, in their order: torch alone takes a minute to install."""
-    return Environment(tmp_path_factory.mktemp("clean") / "env", wheels)
-
 
 def _names(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         return archive.namelist()
 
 
-def test_wheels_hold_what_they_need_and_nothing_else(wheels):
+def test_wheels_hold_what_they_need_and_nothing_else(wheels, packages):
     found = {wheel.name.split("-")[0]: _names(wheel) for wheel in wheels.glob("*.whl")}
-    assert len(found) == len(PACKAGES)
+    assert len(found) == len(packages)
     for module, names in found.items():
         assert f"{module}/py.typed" in names
         assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -98,11 +30,11 @@ def test_wheels_hold_what_they_need_and_nothing_else(wheels):
     assert "drivetrain/_plugins/known_plugins.json" in found["drivetrain"]
 
 
-def test_each_wheel_can_be_installed_by_itself(wheels, tmp_path):
+def test_each_wheel_can_be_installed_by_itself(wheels, new_environment, tmp_path):
     """Everything that it needs is found from nothing; what is installed then runs in the tests below."""
 
     def install(wheel: Path) -> set[str]:
-        environment = Environment(tmp_path / wheel.stem, wheels)
+        environment = new_environment(tmp_path / wheel.stem)
         report = json.loads(environment.pip_install("--dry-run", "--report", "-", str(wheel)).stdout)
         return {item["metadata"]["name"] for item in report["install"]}
 

@@ -59,7 +59,16 @@ def _from_plugins(name: str) -> Any:
     """Names that plugins export (options classes under Accelerate's names)."""
     from drivetrain._plugins import get_registry
 
-    return get_registry().export(name)
+    try:
+        return get_registry().export(name)
+    except AttributeError as error:
+        if name == "is_rich_available":  # the one of them that Accelerate has here, too
+            from drivetrain.utils.imports import availability
+
+            return availability(name)
+        from drivetrain._foreign import missing
+
+        missing(__name__, name, error)
 
 
 __getattr__, __dir__ = lazy_exports(

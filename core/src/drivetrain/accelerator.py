@@ -15,6 +15,7 @@ from drivetrain._engine.facade.checkpointing import CheckpointFacade
 from drivetrain._engine.facade.collectives import CollectiveFacade
 from drivetrain._engine.facade.gradients import GradientFacade
 from drivetrain._engine.facade.processes import ProcessFacade
+from drivetrain._engine.facade.settings import SettingsFacade
 from drivetrain._engine.facade.timing import TimingFacade
 from drivetrain._engine.facade.tracking import TrackingFacade
 from drivetrain._engine.optimizer import PreparedOptimizer
@@ -25,11 +26,14 @@ from drivetrain.config.handlers import ProfileKwargs
 from drivetrain.data.config import DataLoaderConfiguration
 from drivetrain.errors import ConfigurationError
 from drivetrain.interfaces import PrepareRequest
+from drivetrain.specs import Capability
 
 __all__ = ["Accelerator"]
 
 
-class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade, TrackingFacade, CheckpointFacade):
+class Accelerator(
+    SettingsFacade, ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade, TrackingFacade, CheckpointFacade
+):
     """Runs one training script on whatever it finds: one device, many, a cluster.
 
     Every argument that isn't given is taken from the environment (``DRIVETRAIN_<NAME>``), the configuration file, or the default, in
@@ -100,6 +104,7 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
         self._parts = parts = assemble({**given, **{k: v for k, v in options.items() if v is not None}})
         self.backend = parts.backend
         self._control = parts.control
+        self._debug = parts.plan.settings.debug
         self._trigger = parts.trigger
         self._stopper = parts.stopper
         self._hub = parts.hub
@@ -133,12 +138,6 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
         return explain(self.plan, self.backend, self._models)
 
     @property
-    def mixed_precision(self) -> str:
-        """Name of the precision; "no" for full precision."""
-        name = self.plan.precision.name
-        return "no" if "no" in self.plan.precision.aliases else name
-
-    @property
     def distributed_type(self) -> Any:
         """What Accelerate calls the kind of run: a member of ``DistributedType``."""
         from drivetrain.state import DistributedType
@@ -154,25 +153,6 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
         from drivetrain.state import AcceleratorState
 
         return AcceleratorState(self)
-
-    @property
-    def native_amp(self) -> bool:
-        """Whether a mixed precision is on."""
-        return self.mixed_precision != "no"
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch is split over processes."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def even_batches(self) -> Any:
-        """Whether every process gets the same number of batches."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: Any) -> None:
-        self.dataloader_config.even_batches = value
 
     # -- preparing ---------------------------------------------------------------------------------------------------------
 
@@ -217,6 +197,10 @@ class Accelerator(ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade,
             if kind != "other" and id(thing) not in seen and self._objects.find(thing) is None:
                 new[kind].append((thing, placement))
                 seen.add(id(thing))
+        if not evaluation:
+            self._objects.trained += len(new["model"])
+            if self._objects.trained > 1 and new["model"]:
+                self.backend.require(Capability.MULTIPLE_MODELS, "preparing more than one model to train")
         prepared = self.backend.prepare(
             PrepareRequest(
                 models=[t for t, _ in new["model"]],

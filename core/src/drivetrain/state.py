@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["AcceleratorState", "DistributedType", "PartialState"]
 
 
+def __getattr__(name: str) -> Any:
+    from drivetrain._foreign import missing
+
+    missing(__name__, name, AttributeError(f"module {__name__!r} has no attribute {name!r}"))
+
+
 class AcceleratorState(ProcessControl):
     """One Accelerator's settings under Accelerate's names: ``accelerator.state``.
 
@@ -58,7 +64,7 @@ class AcceleratorState(ProcessControl):
 
     @property
     def debug(self) -> bool:
-        """Whether torch compares every collective of every rank."""
+        """Whether collectives are checked as strictly as can be."""
         return self._accelerator.plan.settings.debug
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 
 from drivetrain.errors import DrivetrainError
 
-__all__ = ["PROBES", "Case", "Probe", "effect", "look", "look_at_all"]
+__all__ = ["PROBES", "Case", "Probe", "effect", "look"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def effect(option, *cases, ranks=1):
 
 
 def look(probe, folder):
-    """What is seen in each case, in this process."""
+    """What is seen in each case, in this process or on this rank."""
     seen = []
     for index, case in enumerate(probe.cases):
         place = Path(folder, probe.option, str(index))
@@ -59,8 +59,3 @@ def look(probe, folder):
         except Exception:  # the other probes go on; a traceback is never what a case expects
             seen.append(traceback.format_exc())
     return seen
-
-
-def look_at_all(probes, folder):
-    """Run on each of several ranks: what is seen by each probe."""
-    return {probe.option: look(probe, folder) for probe in probes}

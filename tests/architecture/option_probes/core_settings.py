@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain import Accelerator
+from drivetrain.errors import DistributedOperationError
 
 from . import effect
 from .scene import alone, files, meeting_at, quiet, step, third_party, training
@@ -119,20 +120,26 @@ def rng_types(value, folder):
     return bool(mine[0] == mine[1])
 
 
-@effect("CoreSettings.debug", (True, ["compared"] * 2), (False, ["not compared"] * 2), ranks=2)
+@effect(
+    "CoreSettings.debug", (True, [("refused", "compared")] * 2), (False, [("gathered", "not compared")] * 2), ranks=2
+)
 def debug(value, folder):
-    """The ranks send different collectives: torch says so, instead of mixing up bytes."""
+    """Ranks gather different numbers of rows, and send different collectives: torch says so, instead of mixing up bytes."""
     with alone(folder), quiet():
         accelerator = Accelerator(cpu=True, debug=value, kwargs_handlers=[meeting_at(folder)])
-        first = accelerator.is_main_process
+        rows = torch.ones(2 + accelerator.process_index)
+        try:
+            gathered = "gathered" if len(accelerator.gather(rows)) == 5 else "mixed up"
+        except DistributedOperationError:
+            gathered = "refused"
         try:
             if value:
-                dist.all_reduce(torch.ones(2 if first else 3))
-            return "not compared" if dist.get_debug_level() == dist.DebugLevel.OFF else "compared too late"
+                dist.all_reduce(rows)
+            compared = "not compared" if dist.get_debug_level() == dist.DebugLevel.OFF else "compared too late"
         except RuntimeError as error:
-            return "compared" if "mismatch" in str(error) else str(error)
-        finally:
-            accelerator.end_training()
+            compared = "compared" if "mismatch" in str(error) else str(error)
+        accelerator.end_training()
+        return gathered, compared
 
 
 @effect("CoreSettings.config_file", ("a.toml", "bf16"), ("b.toml", "fp16"))

@@ -90,6 +90,7 @@ def alone(folder):
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=world)
+        dist.barrier()  # no rank may end it while another still connects
 
 
 def step(accelerator, model, optimizer, *, scheduler=None, loss=None):

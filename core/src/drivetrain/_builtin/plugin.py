@@ -28,6 +28,7 @@ DRIVETRAIN_API = 1
 _COMMANDS = {
     "plugins": "List, show and check installed plugins.",
     "explain": "Show what would be chosen here, and why.",
+    "checkpoint": "List, look into, check, export and compare checkpoints.",
     "env": "Print what a bug report needs.",
     "launch": "Start a training script on one or many processes.",
     "quickstart": "Write a small training script and run it on two processes.",
@@ -164,4 +165,11 @@ def drivetrain_register_commands() -> Iterable[CommandSpec]:
     return [
         CommandSpec(name=n, summary=s, target=f"drivetrain.cli.{n}:{n}", options=_COMMAND_OPTIONS.get(n))
         for n, s in _COMMANDS.items()
+    ] + [
+        CommandSpec(
+            name="merge-weights",
+            summary="Same as checkpoint export.",
+            target="drivetrain.cli.checkpoint:export",
+            hidden=True,
+        )
     ]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, UnsupportedError
 from drivetrain.specs import Capability
 
 if TYPE_CHECKING:
@@ -103,6 +103,11 @@ class Window:
                 if plan is not None:
                     self.size = plan.size
                     self._assumed = float(plan.global_rows)
+                elif owner.joining:
+                    raise UnsupportedError(
+                        "join_uneven_inputs with gradient accumulation needs loaders that know their length: windows must end together, and a "
+                        "rank can't tell when another one's stream ends. Use gradient_accumulation_steps=1, or a map-style data set."
+                    )
         else:
             self.index += 1
         self.ran_backward = False
@@ -163,6 +168,8 @@ class Window:
         self.ran_backward = True
         if self._weighted is None:
             self._weighted = weight is not None
+            if self._weighted:
+                self._check_weights()
         elif self._weighted is not (weight is not None):
             raise ConfigurationError(
                 "backward() was called with weight= and without it inside one accumulation window: "
@@ -175,6 +182,15 @@ class Window:
             # One micro-batch on one rank is the whole window: its mean is the window's mean.
             return loss / _at_least_one(weight) if summed else loss
         return self._weigh_items(loss, weight, summed=summed)
+
+    def _check_weights(self) -> None:
+        owner = self._owner
+        owner.backend.require(Capability.ITEM_WEIGHTS, "backward(weight=...)")
+        if owner.joining:
+            raise UnsupportedError(
+                "backward(weight=...) sums items over all ranks, and inside join_uneven_inputs some have no batch: leave weight out, or use "
+                "even_batches=True."
+            )
 
     def _weigh_items(self, loss: torch.Tensor, weight: Any, *, summed: bool) -> torch.Tensor:
         owner = self._owner
@@ -268,6 +284,7 @@ class Accumulator:
         self.data_world_size = backend.data_world_size
         self.gradient_world_size = backend.gradient_world_size
         self.sync_gradients = True
+        self.joining = False  # inside join_uneven_inputs, where ranks may have different numbers of batches
         self.reference = 0.0
         self.optimizers = 0  # prepared so far
         self._windows: dict[tuple[torch.nn.Module, ...], Window] = {}
@@ -298,7 +315,6 @@ class Accumulator:
         Losses are divided by it, so that gradients keep the size they would have with plain means and fp16 stays in range.
         """
         if self.reference == 0.0:
-            self.backend.require(Capability.ITEM_WEIGHTS, "backward(loss, weight=...)")
             value = torch.as_tensor(weight, dtype=torch.float32, device=self.backend.device).detach().clone()
             if self.gradient_world_size > 1:
                 dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.backend.gradient_group)

@@ -52,6 +52,7 @@ class PreparedObjects:
 
     def __init__(self) -> None:
         self.by_kind: dict[str, list[Any]] = {"model": [], "optimizer": [], "scheduler": [], "loader": []}
+        self.trained = 0  # models that aren't only evaluated
         self._results: dict[int, tuple[Any, Any]] = {}  # id -> (the object, to keep the id its own; the result)
 
     def add(self, kind: str, original: Any, result: Any) -> None:
@@ -70,3 +71,4 @@ class PreparedObjects:
         for results in self.by_kind.values():
             results.clear()
         self._results.clear()
+        self.trained = 0

@@ -34,8 +34,8 @@ class CoreSettings(Options):
         step_scheduler_with_optimizer: Schedulers step only when their optimizer did.
         rng_types: Generators whose state is made equal on all ranks at the start of each epoch.
         device_placement: Move models, optimizers and batches to the device.
-        debug: Have torch compare every collective of every rank before it runs, also those of a model's gradients: slow. Drivetrain's own
-            collectives are always compared.
+        debug: Gathering different numbers of rows is an error, and torch compares every collective of every rank before it runs, also those
+            of a model's gradients, which is slow. (Drivetrain's own collectives are always compared.)
         checkpoint_format: Name of a checkpoint format.
         config_file: Path of the configuration file.
 

@@ -59,7 +59,7 @@ class WindowPlan:
     """An accumulation window that starts with the present batch.
 
     Args:
-        size: Micro-batches in it on this rank: as asked, or fewer at the end of the data.
+        size: Micro-batches in it: as asked, or fewer where this rank's data or another's ends. Equal on all ranks that still have data.
         global_rows: Samples in it that count, over all its micro-batches and ranks.
 
     Example:

@@ -39,8 +39,8 @@ class DataLoaderConfiguration(Options):
             ``"module:name"``, a function ``(indices, rank, world_size) -> indices``, or a `DataSharding`.
         prefetch: Batches that travel ahead of the training loop, 0 or 1: from rank 0 when dispatching, and to the device with ``non_blocking``.
         seed_batches: Whether Python, NumPy and torch are seeded from (seed, epoch, global batch) before each batch is read, in workers and here
-            (the training loop's generators are put back), so that augmentation repeats on resume. "auto" leaves Python's and NumPy's
-            generators alone in this process until a batch is seen to use them: looking after them costs 0.1 ms per batch.
+            (the training loop's generators are put back), so that augmentation repeats on resume. "auto" looks after a generator in this
+            process once a batch was seen to use it, and after all (0.1 ms per batch) in torch's deterministic mode; True always does.
         keep_global_batch: Whether a state saved at another world size keeps its global batch instead of the size per rank.
 
     Example:

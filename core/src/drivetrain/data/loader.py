@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from drivetrain.data.batch import BatchInfo, WindowPlan
-from drivetrain.data.feeds import END, Context, Feed, Pairs, ahead_of
+from drivetrain.data.feeds import Context, Feed, Pairs
 from drivetrain.data.placement import Placement
 from drivetrain.data.random import synchronize_rng_states
+from drivetrain.data.reader import END, ahead_of
 from drivetrain.data.stack import LoaderStack
 from drivetrain.errors import UnsupportedError
 from drivetrain.parallel.structure import ignorant_find_batch_size
@@ -85,12 +86,18 @@ class PreparedDataLoader(DataLoader[T_co]):
         run = progress.begin()
         parts.context.tell_epoch(progress.epoch)
         self._synchronize()
-        feed = parts.placement.apply(self._pairs(skip))
+        feed = self._pairs(skip)
+        place = parts.placement.move if parts.placement.device is not None else None
+        if parts.placement.overlaps:
+            feed, place = parts.placement.overlapped(feed), None
         attributes["_ended"] = False
         try:
             for batch, info in feed:
+                if place is not None:
+                    batch = place(batch)
                 attributes["batch"] = info
-                progress.advance(run, info.index + 1)
+                if progress.run == run:
+                    progress.taken = info.index + 1
                 if stack.active is not self:
                     stack.enter(self)
                 yield batch
@@ -277,7 +284,10 @@ class PreparedDataLoader(DataLoader[T_co]):
             [[4, 5], [6, 7]]
         """
         context = self._drivetrain.context
-        return {**context.progress.to_dict(), "generators_used": sorted(context.reader.seeder.used)}
+        state = context.progress.to_dict()
+        if state["layout"] is None:
+            state["layout"] = context.current_layout().to_dict()
+        return {**state, "generators_used": sorted(context.reader.seeder.used)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where the state was saved, at this or another world size. Reads nothing.

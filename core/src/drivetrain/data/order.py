@@ -22,7 +22,17 @@ from drivetrain.data.ranks import Ranks
 from drivetrain.data.seeding import seed_generators
 from drivetrain.errors import ConfigurationError, UnsupportedError
 
-__all__ = ["OrderSource", "RandomOrder", "SamplerOrder", "SequentialOrder", "order_of", "permuted", "seeded_sampler"]
+__all__ = [
+    "OrderSource",
+    "RandomOrder",
+    "SamplerOrder",
+    "SequentialOrder",
+    "has_own_batches",
+    "order_of",
+    "permuted",
+    "sampler_of",
+    "seeded_sampler",
+]
 
 # Streams of `derive_seed` beside those of batches, whose first number is an epoch.
 _ORDER, _PERMUTATION = 2**62, 2**62 + 1
@@ -32,14 +42,23 @@ class OrderSource:
     """Where an epoch's order comes from.
 
     Args:
-        length: Number of samples, batches or items per epoch; None if unknown.
+        measure: Gives the number of samples, batches or items of an epoch; asked anew, since a data set may grow between epochs.
     """
 
     #: Whether the order differs from epoch to epoch.
     shuffles = False
 
-    def __init__(self, length: int | None) -> None:
-        self.length = length
+    def __init__(self, measure: Callable[[], int]) -> None:
+        self._measure = measure
+
+    @property
+    def length(self) -> int:
+        """Number of samples, batches or items of an epoch, as far as known before it is drawn."""
+        return self._measure()
+
+    def fix_length(self, length: int) -> None:
+        """Take another rank's word for the length: this rank doesn't read."""
+        self._measure = lambda: length
 
     def draw(self, seed: int, epoch: int, ranks: Ranks) -> Order:
         """The order of an epoch. A collective operation for orders that rank 0 draws for all."""
@@ -53,43 +72,53 @@ class OrderSource:
 class SequentialOrder(OrderSource):
     """0, 1, 2, ...
 
+    Args:
+        measure: Gives the size of the data set.
+
     Example:
-        >>> SequentialOrder(3).draw(seed=0, epoch=0, ranks=Ranks(0, 1))
+        >>> SequentialOrder(lambda: 3).draw(seed=0, epoch=0, ranks=Ranks(0, 1))
         range(0, 3)
     """
 
     def draw(self, seed: int, epoch: int, ranks: Ranks) -> Order:  # noqa: D102
-        return range(self.length or 0)
+        return range(self.length)
 
 
 class RandomOrder(OrderSource):
     """A permutation of the data set, or draws from it, that follow from seed and epoch.
 
     Args:
-        size: Samples of the data set.
-        draws: Samples of an epoch; beyond ``size``, permutations follow one another.
+        measure: Gives the size of the data set.
+        draws: Gives the number of samples of an epoch; beyond the size, permutations follow one another. None: the size.
         replacement: Draw with replacement.
 
     Example:
-        >>> order = RandomOrder(5).draw(seed=1, epoch=0, ranks=Ranks(0, 1))
-        >>> sorted(order.tolist()), (order == RandomOrder(5).draw(seed=1, epoch=0, ranks=Ranks(1, 2))).all().item()
+        >>> order = RandomOrder(lambda: 5).draw(seed=1, epoch=0, ranks=Ranks(0, 1))
+        >>> sorted(order.tolist()), (order == RandomOrder(lambda: 5).draw(seed=1, epoch=0, ranks=Ranks(1, 2))).all().item()
         ([0, 1, 2, 3, 4], True)
     """
 
     shuffles = True
 
-    def __init__(self, size: int, draws: int | None = None, *, replacement: bool = False) -> None:
-        super().__init__(size if draws is None else draws)
-        self._size = size
+    def __init__(
+        self, measure: Callable[[], int], draws: Callable[[], int] | None = None, *, replacement: bool = False
+    ) -> None:
+        super().__init__(measure if draws is None else draws)
+        self._size = measure if draws is not None else None
         self._replacement = replacement
+
+    def fix_length(self, length: int) -> None:  # noqa: D102
+        super().fix_length(length)
+        self._size = None
 
     def draw(self, seed: int, epoch: int, ranks: Ranks) -> Order:  # noqa: D102
         generator = torch.Generator().manual_seed(derive_seed(seed, _ORDER, epoch))
-        count = self.length or 0
+        count = self.length
+        size = count if self._size is None else self._size()
         if self._replacement:
-            return torch.randint(self._size, (count,), generator=generator).numpy()
-        rounds = -(-count // self._size) if self._size else 0
-        parts = [torch.randperm(self._size, generator=generator) for _ in range(rounds)]
+            return torch.randint(size, (count,), generator=generator).numpy()
+        rounds = -(-count // size) if size else 0
+        parts = [torch.randperm(size, generator=generator) for _ in range(rounds)]
         return torch.cat(parts)[:count].numpy() if parts else np.empty(0, dtype=np.int64)
 
 
@@ -104,7 +133,7 @@ class SamplerOrder(OrderSource):
     shuffles = False
 
     def __init__(self, sampler: Iterable[Any], *, batches: bool) -> None:
-        super().__init__(len(sampler))  # type: ignore[arg-type]
+        super().__init__(lambda: len(sampler))  # type: ignore[arg-type]
         self.sampler = sampler
         self._batches = batches
 
@@ -114,7 +143,7 @@ class SamplerOrder(OrderSource):
                 return self._read()
 
         order: list[Any] = ranks.call_on_first(run, f"The sampler {type(self.sampler).__name__}")
-        self.length = len(order)
+        self.fix_length(len(order))
         return order if self._batches else _compact(order)
 
     def _read(self) -> list[Any]:
@@ -181,43 +210,68 @@ def permuted(order: Order, seed: int, epoch: int) -> Order:
     return array
 
 
-def order_of(loader: DataLoader[Any], *, world: int) -> tuple[OrderSource, bool] | None:
-    """The order source of a loader over a map-style data set, and whether it yields batches.
+def _is_torchs(sampler: Any, cls: type) -> bool:
+    """Whether a sampler is of torch's class, or of the subclass by which torchdata makes it stateful: no subclass with an order of its own."""
+    kind = type(sampler)
+    return kind is cls or (issubclass(kind, cls) and kind.__module__.startswith("torchdata.stateful_dataloader"))
+
+
+def has_own_batches(loader: DataLoader[Any]) -> bool:
+    """Whether the user gave a batch sampler of another class than torch's, whose batches may have any size.
+
+    Example:
+        >>> has_own_batches(DataLoader([1, 2])), has_own_batches(DataLoader([1, 2], batch_sampler=[[0, 1]]))
+        (False, True)
+    """
+    return loader.batch_sampler is not None and not _is_torchs(loader.batch_sampler, BatchSampler)
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """What decides the order of a loader over a map-style data set: its own batch sampler, or its sampler."""
+    batch_sampler: Any = loader.batch_sampler
+    if has_own_batches(loader):
+        return batch_sampler
+    return loader.sampler if batch_sampler is None else batch_sampler.sampler
+
+
+def order_of(loader: DataLoader[Any], *, world: int) -> OrderSource | None:
+    """The order source of a loader over a map-style data set.
+
+    torch's ``DistributedSampler`` is taken for what it divides: all samples, shuffled or not.
 
     Returns:
         None for a sampler without a length.
 
     Raises:
-        UnsupportedError: For a sampler that gives each rank its own samples already, other than torch's ``DistributedSampler``.
+        ConfigurationError: For a ``DistributedSampler`` made for another number of ranks.
+        UnsupportedError: For another sampler that gives each rank its own samples already.
     """
-    batch_sampler: Any = loader.batch_sampler
-    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
-        _refuse_sharding(batch_sampler)
-        return _sized(batch_sampler, lambda: (SamplerOrder(batch_sampler, batches=True), True))
-    sampler: Any = loader.sampler if batch_sampler is None else batch_sampler.sampler
-    if type(sampler) is SequentialSampler:
-        return SequentialOrder(len(sampler)), False
-    if type(sampler) is RandomSampler:
-        size = len(sampler.data_source)
-        return RandomOrder(size, sampler.num_samples if size else 0, replacement=sampler.replacement), False
-    if type(sampler) is DistributedSampler:
-        if sampler.num_replicas != world:
-            raise ConfigurationError(
-                f"The DistributedSampler has num_replicas={sampler.num_replicas}, and {world} ranks share this loader. "
-                "Leave the sampler away: prepare() shards the loader."
-            )
-        size = len(sampler.dataset)  # type: ignore[arg-type]
-        return (RandomOrder(size) if sampler.shuffle else SequentialOrder(size)), False
+    sampler = sampler_of(loader)
+    if not has_own_batches(loader):
+        if _is_torchs(sampler, SequentialSampler):
+            return SequentialOrder(lambda: len(sampler))
+        if _is_torchs(sampler, RandomSampler):
+            data = sampler.data_source
+            draws = None if sampler._num_samples is None else lambda: sampler.num_samples if len(data) else 0
+            return RandomOrder(lambda: len(data), draws, replacement=sampler.replacement)
+        if type(sampler) is DistributedSampler:
+            return _divided(sampler, world)
     _refuse_sharding(sampler)
-    return _sized(sampler, lambda: (SamplerOrder(sampler, batches=False), False))
-
-
-def _sized(sampler: Any, make: Callable[[], tuple[OrderSource, bool]]) -> tuple[OrderSource, bool] | None:
     try:
         len(sampler)
     except (TypeError, NotImplementedError):
         return None
-    return make()
+    return SamplerOrder(sampler, batches=has_own_batches(loader))
+
+
+def _divided(sampler: DistributedSampler[Any], world: int) -> OrderSource:
+    if sampler.num_replicas != world:
+        raise ConfigurationError(
+            f"The DistributedSampler has num_replicas={sampler.num_replicas}, and {world} ranks share this loader. "
+            "Leave the sampler away: prepare() shards the loader."
+        )
+    data: Any = sampler.dataset
+    return RandomOrder(lambda: len(data)) if sampler.shuffle else SequentialOrder(lambda: len(data))
 
 
 def _refuse_sharding(sampler: Any) -> None:

@@ -16,7 +16,7 @@ Pairs = Iterator[tuple[Any, BatchInfo]]
 
 
 class Placement:
-    """Puts the batches of a feed on a device.
+    """Puts batches on a device.
 
     Args:
         device: Where to; None leaves batches where they are.
@@ -25,26 +25,27 @@ class Placement:
             handed out, so that it moves during the present one's computation.
 
     Example:
-        >>> feed = iter([({"x": torch.ones(2), "id": ["a", "b"]}, BatchInfo(0, 2, (2,), True, None))])
-        >>> [batch for batch, _ in Placement(torch.device("meta")).apply(feed)]
-        [{'x': tensor(..., device='meta', size=(2,)), 'id': ['a', 'b']}]
+        >>> Placement(torch.device("meta")).move({"x": torch.ones(2), "id": ["a", "b"]})
+        {'x': tensor(..., device='meta', size=(2,)), 'id': ['a', 'b']}
     """
 
     def __init__(self, device: torch.device | None, *, non_blocking: bool = False, prefetch: int = 1) -> None:
         self.device = device
         self.non_blocking = non_blocking
+        self._is_cpu = device is not None and device.type == "cpu"
         self.overlaps = bool(prefetch and non_blocking and device is not None and _has_streams(device))
 
-    def apply(self, feed: Pairs) -> Pairs:
-        """The feed with its batches on the device."""
-        if self.device is None:
-            return feed
-        return self._overlapped(feed, self.device) if self.overlaps else self._moved(feed, self.device)
+    def move(self, batch: Any) -> Any:
+        """A batch on the device."""
+        assert self.device is not None
+        if self._is_cpu and _is_on_cpu(batch):
+            return batch
+        return send_to_device(batch, self.device, non_blocking=self.non_blocking)
 
-    def _moved(self, feed: Pairs, device: torch.device) -> Pairs:
-        non_blocking = self.non_blocking
-        for batch, info in feed:
-            yield send_to_device(batch, device, non_blocking=non_blocking), info
+    def overlapped(self, feed: Pairs) -> Pairs:
+        """The feed with its batches on the device, each copied while the one before is computed on."""
+        assert self.device is not None
+        return self._overlapped(feed, self.device)
 
     def _overlapped(self, feed: Pairs, device: torch.device) -> Pairs:
         module = torch.get_device_module(device)
@@ -69,6 +70,16 @@ class Placement:
             yield batch, info
             if failure is not None:
                 raise failure
+
+
+def _is_on_cpu(batch: Any) -> bool:
+    """Whether a batch is surely on the CPU: the usual shapes are told at once, others take `send_to_device`'s walk."""
+    kind = type(batch)
+    values = batch.values() if kind is dict else batch if kind is list or kind is tuple else (batch,)
+    for value in values:  # noqa: SIM110 (a generator costs more than the check)
+        if type(value) is not torch.Tensor or not value.is_cpu:
+            return False
+    return True
 
 
 def _try(take: Any) -> tuple[Any, BaseException | None]:

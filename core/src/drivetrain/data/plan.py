@@ -7,10 +7,11 @@ resuming anywhere costs nothing. `ListPlan` holds each rank's batches as lists a
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -63,7 +64,7 @@ class Layout:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def cut_round(rest: int, layout: Layout) -> Round:
@@ -96,6 +97,7 @@ class Plan:
     def __init__(self, layout: Layout, steps: tuple[int, ...]) -> None:
         self.layout = layout
         self.steps = steps
+        self._ends = sorted(set(steps))
 
     def round_at(self, step: int) -> Round:
         """What the ranks get at a step."""
@@ -118,9 +120,13 @@ class Plan:
         rows = self.round_at(step)
         return BatchInfo(step, rows.rows[rank], rows.rows, step + 1 == self.steps[rank], rows)
 
-    def window(self, step: int, size: int, rank: int) -> WindowPlan:
-        """The accumulation window that starts at ``step`` on a rank."""
-        size = min(size, self.steps[rank] - step)
+    def window(self, step: int, size: int) -> WindowPlan:
+        """The accumulation window that starts at ``step``: it ends where the data of any rank ends that still has some.
+
+        So windows end on all ranks together, also where ranks have different numbers of batches: no rank reduces gradients while another
+        one, in the middle of a longer window, does not.
+        """
+        size = min(size, self._ends[bisect.bisect_right(self._ends, step)] - step)
         return WindowPlan(size, self.rows_between(step, step + size))
 
 
@@ -137,7 +143,7 @@ class UniformPlan(Plan):
         >>> plan = UniformPlan(range(7), layout, contiguous=False)
         >>> [[plan.indices(step, rank) for rank in (0, 1)] for step in range(2)]
         [[[0, 1], [2, 3]], [[4, 5], [6]]]
-        >>> plan.window(0, 2, rank=0)
+        >>> plan.window(0, 2)
         WindowPlan(size=2, global_rows=7)
     """
 

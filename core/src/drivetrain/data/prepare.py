@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from drivetrain.data.config import DataLoaderConfiguration
 from drivetrain.data.dispatch import Channel
-from drivetrain.data.feeds import Context, Feed, MapFeed, SamplerFeed, SourceReader
+from drivetrain.data.feeds import Context, Feed
 from drivetrain.data.iterable import RoundStream, WorkerSetup, take_payload
 from drivetrain.data.loader import LoaderParts, PreparedDataLoader, make_prepared
-from drivetrain.data.order import OrderSource, order_of
+from drivetrain.data.map_feeds import MapFeed, SamplerFeed
+from drivetrain.data.order import OrderSource, has_own_batches, order_of, sampler_of
 from drivetrain.data.placement import Placement
 from drivetrain.data.plan import Layout
 from drivetrain.data.random import derive_seed
 from drivetrain.data.ranks import Ranks
+from drivetrain.data.reader import SourceReader
 from drivetrain.data.samplers import IndexSource, source_loader
 from drivetrain.data.seeding import BatchSeeder
 from drivetrain.data.shardings import find_sharding
@@ -148,9 +150,8 @@ class _Builder:
         self.whole_class = type(loader).__iter__ is not DataLoader.__iter__ and not _is_stateful(type(loader))
         index = stack.next_index()
         self.dispatches = self._wants_dispatch(put_on_device)
-        found = None if self.iterable else order_of(loader, world=ranks.size)
-        order, yields_batches = (None, _has_batch_sampler(loader)) if found is None else found
-        self.layout = self._layout(yields_batches)
+        order = None if self.iterable else order_of(loader, world=ranks.size)
+        self.layout = self._layout(yields_batches=not self.iterable and has_own_batches(loader))
         self.sharding = find_sharding(config.strategy, shuffled=order is not None and order.shuffles)
         self._check_strategy(order)
         self.layout = replace(self.layout, strategy=self.sharding.spec.name)
@@ -182,7 +183,7 @@ class _Builder:
             )
         return bool(wanted) and self.ranks.size > 1
 
-    def _layout(self, yields_batches: bool) -> Layout:
+    def _layout(self, *, yields_batches: bool) -> Layout:
         loader, world = self.loader, self.ranks.size
         if self.micro_batches > 1 and (yields_batches or self.whole_class or loader.batch_sampler is None):
             raise UnsupportedError(
@@ -201,7 +202,7 @@ class _Builder:
             return Layout(unit="items", world=world, round_rows=world, even="split", drop_last=drop_last)
         if yields_batches:
             return Layout(unit="batches", world=world, round_rows=0, even="split", drop_last=drop_last, split=split)
-        size = int(sampler.batch_size) * self.micro_batches
+        size = int(sampler.batch_size if loader.batch_size is None else loader.batch_size) * self.micro_batches
         if split and size < world:
             raise ConfigurationError(
                 f"split_batches=True can't divide batches of {size} over {world} ranks: raise batch_size to {world} at least."
@@ -266,15 +267,15 @@ class _Builder:
                         f"Rank {rank} prepares a loader with {key}={value!r}, and rank 0 one with {first[key]!r}. All ranks must prepare the same "
                         "loaders in the same order, over data sets of the same length: prepare() divides them."
                     )
-        if order is not None and self.dispatches:
-            order.length = everyone[0][2]
+        if order is not None and self.dispatches and self.ranks.index > 0:
+            order.fix_length(everyone[0][2])
         return int(everyone[0][0])
 
     # -- how it is read ----------------------------------------------------------------------------------------------------
 
     def _reader(self, slice_fn: Callable[..., Any] | None) -> SourceReader:
         loader = self.loader
-        index_source = IndexSource(seeds=loader.num_workers > 0 and self.config.seed_batches is not False)
+        index_source = IndexSource()
         fields: dict[str, Any] = {}
         self._stream: RoundStream | None = None
         if self.iterable:
@@ -288,7 +289,12 @@ class _Builder:
                 "worker_init_fn": WorkerSetup(loader.worker_init_fn),
             }
         source = source_loader(loader, index_source=index_source, generator=torch.Generator(), **fields)
-        reader = SourceReader(source, index_source, BatchSeeder(self.config.seed_batches))
+        reader = SourceReader(
+            source,
+            index_source,
+            BatchSeeder(self.config.seed_batches),
+            seeds_workers=self.config.seed_batches is not False,
+        )
         reader.may_thread = self.whole_class
         return reader
 
@@ -325,18 +331,7 @@ class _Builder:
             raise UnsupportedError(
                 "dispatch_batches=True needs a sampler with a length for a map-style data set. Use dispatch_batches=False: each rank reads its own."
             )
-        return SamplerFeed(
-            self.context, self.loader.batch_sampler if _has_batch_sampler(self.loader) else self._bare_sampler()
-        )
-
-    def _bare_sampler(self) -> Any:
-        sampler: Any = self.loader.batch_sampler
-        return self.loader.sampler if sampler is None else sampler.sampler
-
-
-def _has_batch_sampler(loader: DataLoader[Any]) -> bool:
-    """Whether the user gave a batch sampler of his own class."""
-    return loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+        return SamplerFeed(self.context, sampler_of(self.loader))
 
 
 def _is_stateful(cls: type) -> bool:

@@ -15,7 +15,6 @@ from drivetrain.data.order import seeded_sampler
 from drivetrain.data.plan import Layout, make_plan
 from drivetrain.data.random import derive_seed
 from drivetrain.data.ranks import Ranks
-from drivetrain.data.seeding import Seeded
 from drivetrain.interfaces.data_sharding import DataSharding
 
 __all__ = ["IndexSource", "SamplerStream", "items_per_round", "source_loader"]
@@ -24,33 +23,19 @@ __all__ = ["IndexSource", "SamplerStream", "items_per_round", "source_loader"]
 class IndexSource:
     """A (batch) sampler whose next iteration is set from outside: torch keeps one object over all epochs of persistent workers.
 
-    Args:
-        seeds: Whether indices carry their batch's seed to a worker.
-
     Example:
-        >>> source = IndexSource(seeds=False)
-        >>> source.start(iter([([0, 1], 5), ([2], 6)]), length=2)
-        >>> list(source), len(source)
-        ([[0, 1], [2]], 2)
+        >>> source = IndexSource()
+        >>> source.indices = iter([[0, 1], [2]])
+        >>> list(source)
+        [[0, 1], [2]]
     """
 
-    def __init__(self, *, seeds: bool) -> None:
-        self._seeds = seeds
-        self._pairs: Iterator[tuple[Any, int]] = iter(())
-        self._length = 0
-
-    def start(self, pairs: Iterator[tuple[Any, int]], length: int) -> None:
-        """Set what the next iteration yields: indices and seeds."""
-        self._pairs = pairs
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
+    def __init__(self) -> None:
+        #: What the next iteration yields.
+        self.indices: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        if self._seeds:  # torch may ask twice, and reads only the second iterator
-            return (Seeded(indices, seed) for indices, seed in self._pairs)
-        return (indices for indices, _ in self._pairs)
+        return self.indices  # torch may ask twice, and reads only what it got last
 
 
 class SamplerStream:

@@ -6,19 +6,40 @@ training loop's generators. Neither matters when each batch starts from its own 
 
 from __future__ import annotations
 
+import operator
 import random
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 __all__ = ["BatchSeeder", "Seeded", "batch_seed", "seed_generators"]
 
-# The CPU's default generator is one object for the process's life. The methods are looked up once: they are called for each batch.
-_get_state = torch.default_generator.get_state
-_set_state = torch.default_generator.set_state
-_manual_seed = torch.default_generator.manual_seed
+_torch = torch.default_generator
+
+
+class _Generator(NamedTuple):
+    """One of the process's generators: its state, a way to seed it, to put a state back, and to compare two."""
+
+    state: Callable[[], Any]
+    seed: Callable[[int], Any]
+    restore: Callable[[Any], Any]
+    equal: Callable[[Any, Any], bool]
+
+
+def _same_numpy(a: Any, b: Any) -> bool:
+    return a[2:4] == b[2:4] and np.array_equal(a[1], b[1])
+
+
+_GENERATORS = {
+    "torch": _Generator(_torch.get_state, _torch.manual_seed, _torch.set_state, torch.equal),
+    "python": _Generator(random.getstate, random.seed, random.setstate, operator.eq),
+    "numpy": _Generator(
+        np.random.get_state, lambda s: np.random.seed(s & 0xFFFFFFFF), np.random.set_state, _same_numpy
+    ),
+}
 
 
 def batch_seed(seed: int, index: int) -> int:
@@ -47,9 +68,8 @@ def seed_generators(seed: int) -> None:
     Example:
         >>> seed_generators(3)
     """
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    _manual_seed(seed)
+    for generator in _GENERATORS.values():
+        generator.seed(seed)
 
 
 class Seeded:
@@ -86,12 +106,12 @@ def _arrive(indices: Any, seed: int) -> Any:
 class BatchSeeder:
     """Reads batches in this process from their own seeds, and puts the training loop's generators back.
 
-    torch's generator takes 2 microseconds of care, Python's 14 and NumPy's 75. With ``mode="auto"`` the latter two are looked after for
-    the first batches and now and then later; from the first batch that uses one, it is looked after always.
+    That costs 2 microseconds for torch's generator, 14 for Python's and 75 for NumPy's, which most data never uses. So with ``mode="auto"``
+    a generator is looked after from the first batch on that is seen to use it. All are watched for the first batches and now and then later.
+    In torch's deterministic mode, all are looked after always.
 
     Args:
-        mode: True, False (seeds nothing) or "auto".
-        used: Generators ("python", "numpy") that data is known to use.
+        mode: True (always), False (never) or "auto".
 
     Example:
         >>> seeder = BatchSeeder("auto")
@@ -101,62 +121,62 @@ class BatchSeeder:
         (True, True, {'python'})
     """
 
-    __slots__ = ("_count", "_mode", "used")
+    __slots__ = ("_always", "_attention", "_count", "_mode", "used")
 
-    #: The first reads, and then each so-many-th, find out which generators are used.
-    FIRST, EVERY = 4, 256
+    #: All generators are watched during the first reads and then at each so-many-th; torch's, which takes little, more often.
+    FIRST, EVERY, EVERY_FOR_TORCH = 8, 512, 32
 
-    def __init__(self, mode: bool | str, used: set[str] | None = None) -> None:
+    def __init__(self, mode: bool | str) -> None:
         self._mode = mode
         self._count = 0
-        self.used = set(used or ())
+        #: The next read that is more than a call; all of them once a generator is looked after.
+        self._attention = 0
+        self._always = False
+        #: Names of the generators that data was seen to use.
+        self.used: set[str] = set()
+        self.start()
 
-    def read(self, fetch: Callable[[], Any], seed: int) -> Any:
-        """Call ``fetch`` with seeded generators.
+    def start(self) -> None:
+        """An epoch begins."""
+        self._attention = sys.maxsize if self._mode is False else 0
+        self._always = self._mode is True or torch.are_deterministic_algorithms_enabled()
+
+    def read(self, fetch: Callable[[], Any], seed: int, index: int = 0) -> Any:
+        """Call ``fetch`` with generators seeded with ``batch_seed(seed, index)``.
 
         Args:
             fetch: Reads one batch; may raise.
-            seed: From 0 to 2**63 - 1.
+            seed: The epoch's seed, or the batch's with ``index`` 0; from 0 to 2**63 - 1.
+            index: The batch's place among all ranks' batches.
         """
-        mode = self._mode
-        if mode is False:
-            return fetch()
         self._count = count = self._count + 1
-        state = _get_state()
-        _manual_seed(seed)
+        if count < self._attention:
+            return fetch()
+        return self._attend(fetch, batch_seed(seed, index), count)
+
+    def _attend(self, fetch: Callable[[], Any], seed: int, count: int) -> Any:
+        if self._always:
+            return self._read(fetch, seed, _GENERATORS, watch=False)
+        watch_all = count <= self.FIRST or count % self.EVERY == 0
+        watch_torch = count % self.EVERY_FOR_TORCH == 0
+        names: Collection[str] = _GENERATORS if watch_all else {"torch", *self.used} if watch_torch else self.used
         try:
-            if mode is True or self.used or count <= self.FIRST or count % self.EVERY == 0:
-                return self._read_all(fetch, seed)
+            return self._read(fetch, seed, names, watch=watch_all or watch_torch)
+        finally:
+            if count >= self.FIRST and not self.used:
+                self._attention = count - count % self.EVERY_FOR_TORCH + self.EVERY_FOR_TORCH
+
+    def _read(self, fetch: Callable[[], Any], seed: int, names: Collection[str], *, watch: bool) -> Any:
+        saved = []
+        for name in names:
+            generator = _GENERATORS[name]
+            before = generator.state()
+            generator.seed(seed)
+            saved.append((name, generator, before, generator.state() if watch else None))
+        try:
             return fetch()
         finally:
-            _set_state(state)
-
-    def _read_all(self, fetch: Callable[[], Any], seed: int) -> Any:
-        count, mode, used = self._count, self._mode, self.used
-        probe = mode is not True and (count <= self.FIRST or count % self.EVERY == 0)
-        python = probe or mode is True or "python" in used
-        numpy = probe or mode is True or "numpy" in used
-        python_state = random.getstate() if python else None
-        numpy_state = np.random.get_state() if numpy else None
-        if python:
-            random.seed(seed)
-        if numpy:
-            np.random.seed(seed & 0xFFFFFFFF)
-        seeded = (random.getstate(), np.random.get_state(legacy=False)) if probe else None
-        try:
-            return fetch()
-        finally:
-            if seeded is not None:
-                self._note_use(*seeded)
-            if python_state is not None:
-                random.setstate(python_state)
-            if numpy_state is not None:
-                np.random.set_state(numpy_state)
-
-    def _note_use(self, python: Any, numpy: Any) -> None:
-        if random.getstate() != python:
-            self.used.add("python")
-        now = np.random.get_state(legacy=False)
-        same = now["state"]["pos"] == numpy["state"]["pos"] and now["has_gauss"] == numpy["has_gauss"]
-        if not same or not np.array_equal(now["state"]["key"], numpy["state"]["key"]):
-            self.used.add("numpy")
+            for name, generator, before, seeded in saved:
+                if watch and not generator.equal(generator.state(), seeded):
+                    self.used.add(name)
+                generator.restore(before)

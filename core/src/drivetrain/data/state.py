@@ -25,19 +25,19 @@ class Progress:
 
     Example:
         >>> progress = Progress(seed=1)
-        >>> run = progress.begin(); progress.advance(run, 3); progress.epoch, progress.taken
+        >>> run = progress.begin(); progress.taken = 3; progress.epoch, progress.taken
         (0, 3)
         >>> progress.finish(run); progress.epoch, progress.taken
         (1, 0)
     """
 
     __slots__ = (
-        "_run",
         "_started",
         "epoch",
         "epoch_is_given",
         "fingerprint",
         "layout",
+        "run",
         "seed",
         "segments",
         "streams",
@@ -61,7 +61,8 @@ class Progress:
         #: Whether the user asked for this epoch.
         self.epoch_is_given = False
         self._started = False
-        self._run = 0
+        #: Number of the newest iteration: one that was overtaken by a newer one leaves the position alone.
+        self.run = 0
 
     @property
     def resumes(self) -> bool:
@@ -69,12 +70,12 @@ class Progress:
         return not self._started and bool(self.taken or self.segments or self.streams)
 
     def begin(self) -> int:
-        """A new iteration: the next epoch, or the one that a state was loaded for. Returns a token for the other methods."""
+        """A new iteration: the next epoch, or the one that a state was loaded for. Returns its number."""
         if self._started:
             self.next_epoch()
         self._started = True
-        self._run += 1
-        return self._run
+        self.run += 1
+        return self.run
 
     def next_epoch(self) -> None:
         """Forget the position in this epoch."""
@@ -90,26 +91,17 @@ class Progress:
         self.fingerprint = None
         self.epoch_is_given = False
 
-    def advance(self, run: int, taken: int) -> None:
-        """The loop received another batch; ignored from an iteration that was overtaken by a newer one."""
-        if run == self._run:
-            self.taken = taken
-
     def finish(self, run: int) -> None:
         """The iteration was exhausted: the next one is a new epoch."""
-        if run == self._run:
+        if run == self.run:
             self.next_epoch()
             self._started = False
-
-    def is_current(self, run: int) -> bool:
-        """Whether no newer iteration has begun."""
-        return run == self._run
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration reads this epoch: from its start, unless a position inside of it was loaded."""
         if self._started or epoch != self.epoch:
             self.restart(epoch)
-        self._run += 1
+        self.run += 1
         self._started = False
         self.epoch_is_given = True
 
@@ -120,7 +112,7 @@ class Progress:
             "seed": self.seed,
             "epoch": self.epoch,
             "taken": self.taken,
-            "layout": self.layout if self.taken else None,
+            "layout": self.layout,
             "segments": [dict(s) for s in self.segments],
             "fingerprint": self.fingerprint if self.taken or self.segments else None,
             "streams": {k: dict(v) for k, v in self.streams.items()},
@@ -145,7 +137,7 @@ class Progress:
         self.fingerprint = None if state["fingerprint"] is None else list(state["fingerprint"])
         self.streams = {str(k): dict(v) for k, v in state["streams"].items()}
         self._started = False
-        self._run += 1
+        self.run += 1
 
     def skip_to(self, skip: int | None) -> int | None:
         """Prepare for leaving out the first batches of the epoch.

@@ -10,10 +10,11 @@ from typing import Any
 
 from drivetrain.data.batch import BatchInfo, Round
 from drivetrain.data.dispatch import Step, follow, serve
-from drivetrain.data.feeds import END, Context, Feed, Pairs, ahead_of, cut_batch
+from drivetrain.data.feeds import WORKERS, Context, Feed, Pairs, cut_batch
 from drivetrain.data.iterable import Packet, Resume, RoundStream, StreamPosition, has_state, holds_place, round_of
 from drivetrain.data.plan import Layout, cut_round
 from drivetrain.data.random import derive_seed
+from drivetrain.data.reader import END, ahead_of
 from drivetrain.data.seeding import batch_seed
 from drivetrain.errors import CheckpointError, DistributedOperationError
 
@@ -100,7 +101,7 @@ class StreamFeed(Feed):
     def _seed(self) -> int:
         progress = self.context.progress
         seed = derive_seed(progress.seed, progress.epoch)
-        return seed if self.common_seed else derive_seed(seed, 2**61 + self.context.ranks.index)
+        return seed if self.common_seed else derive_seed(seed, WORKERS + self.context.ranks.index)
 
     def _positions_of_skip(self, skip: int, layout: Layout) -> dict[str, dict[str, Any]]:
         """Where workers are after so many rounds, if none has ended by then."""
@@ -142,7 +143,7 @@ class StreamFeed(Feed):
             first = sum(p.rounds for p in resume.positions.values()) - resume.first_worker
         self._stream.resume = resume
         requests = (([0], batch_seed(seed, number)) for number in count(first))
-        packets = reader.read(requests, 0, derive_seed(seed, 2**61))
+        packets = reader.read(requests, derive_seed(seed, WORKERS))
         for packet in packets:
             self._stream.resume = None  # by now it was used, or copied to the workers
             if not holds_place(packet):

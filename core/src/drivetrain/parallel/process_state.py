@@ -30,7 +30,7 @@ class PartialState(ProcessControl):
         backend: Communication backend (see `drivetrain.parallel.process_group.init_process_group`); None for the device's own.
         timeout: Seconds (or a timedelta) after which a collective is given up; None for torch's default.
         init_method: Where processes meet; None: where the environment says.
-        debug: Have torch compare every collective of every rank (slow). None: the variable DRIVETRAIN_DEBUG decides.
+        debug: Have torch compare every collective of every rank before it runs (slow). None: the variable DRIVETRAIN_DEBUG decides.
         process: Who this process is; None: the environment says it.
         device: Where it computes; None: the best device there is, by local rank.
         device_backend: The communication backend of ``device``; needed with it unless it is the CPU.

@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
-from drivetrain._plugins import get_registry
 from drivetrain.specs import BackendSpec, Capability
 from drivetrain.testing.pairwise import pairwise
 from drivetrain.testing.pytest_plugin import Workers
 
-__all__ = ["BackendKit"]
+__all__ = ["BackendKit", "check_all_close", "check_close"]
 
 
 class BackendKit:
     """The attributes of `BackendConformance`, which see; and its parametrization."""
 
-    backend: ClassVar[str]
+    spec: BackendSpec
     world_sizes: ClassVar[Sequence[int]] = (1, 2)
     precisions: ClassVar[Sequence[str]] = ("fp32", "bf16")
     arguments: ClassVar[Mapping[str, Any]] = {"cpu": True}
@@ -35,15 +35,9 @@ class BackendKit:
 
         if kwargs.get("mixed_precision") == "fp16":  # the default scale overflows at first, which plain PyTorch doesn't
             kwargs.setdefault("kwargs_handlers", [GradScalerKwargs(init_scale=128.0)])
-        return Accelerator(**{"backend": self.backend, **self.arguments, **kwargs})
+        return Accelerator(**{"backend": self.spec.name, **self.arguments, **kwargs})
 
     # -- in the test's process -------------------------------------------------------------------------------------------------
-
-    @property
-    def spec(self) -> BackendSpec:
-        """The backend's descriptor."""
-        spec: BackendSpec = get_registry().get("backend", self.backend)
-        return spec
 
     def has(self, capability: Capability) -> bool:
         """Whether the backend declares it."""
@@ -93,3 +87,22 @@ def _name(situation: Mapping[str, Any]) -> str:
     parts += ["clipped"] * (situation["max_norm"] is not None) + ["weighted"] * situation["weighted"]
     parts += ["scheduled"] * situation["scheduler"] + ["stream"] * (not situation["sized"])
     return "-".join(parts)
+
+
+def check_close(ours: Any, theirs: Any, tolerance: float, what: str) -> None:
+    """Compare two tensors: differences up to ``tolerance``, relative for values above 1."""
+    mine, expected = (torch.as_tensor(t).detach().cpu().double() for t in (ours, theirs))
+    assert mine.shape == expected.shape, f"{what}: the shape is {tuple(mine.shape)}, not {tuple(expected.shape)}"
+    difference = (mine - expected).abs()
+    wrong = ~(difference <= tolerance * expected.abs().clamp(min=1.0))  # a NaN is wrong, too
+    assert not wrong.any(), (
+        f"{what}: {mine.flatten()[:5].tolist()}, not {expected.flatten()[:5].tolist()}; "
+        f"the largest difference is {float(difference.max()):.3g}, and {tolerance:g} is allowed"
+    )
+
+
+def check_all_close(ours: Mapping[str, Any], theirs: Mapping[str, Any], tolerance: float, what: str) -> None:
+    """`check_close` for each name; the names must be the same, in any order."""
+    assert ours.keys() == theirs.keys(), f"{what}: there are {sorted(ours)}, not {sorted(theirs)}"
+    for name, value in theirs.items():
+        check_close(ours[name], value, tolerance, f"{what}: {name}")

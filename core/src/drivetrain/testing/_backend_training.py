@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.testing._backend_base import BackendKit
+from drivetrain.testing._backend_base import BackendKit, check_close
 from drivetrain.testing.pytest_plugin import Workers
 from drivetrain.testing.training import Case, Result, reference, train
 
@@ -27,12 +27,12 @@ class TrainingTests(BackendKit):
         for name in ("losses", "rates", "norms"):
             ours, theirs = torch.tensor(getattr(got, name)), torch.tensor(getattr(expected, name))
             assert ours.shape == theirs.shape, f"{who}: {len(ours)} {name}, and {len(theirs)} in plain PyTorch"
-            _check_close(ours, theirs, 1e-9 if name == "rates" else tolerance, f"{who}: {name} by window")
+            check_close(ours, theirs, 1e-9 if name == "rates" else tolerance, f"{who}: {name} by window")
         for name in ("gradients", "weights"):
             ours, theirs = getattr(got, name), getattr(expected, name)
             assert list(ours) == list(theirs), f"{who}: the names of {name} are {list(ours)}, not {list(theirs)}"
             for key in ours:
-                _check_close(ours[key], theirs[key], tolerance, f"{who}: {name} of {key}")
+                check_close(ours[key], theirs[key], tolerance, f"{who}: {name} of {key}")
 
     def test_training_equals_plain_pytorch(self, workers: Workers, situation: dict[str, Any]) -> None:
         """Losses, gradient norms and learning rates of each window, first gradients, final weights; on every rank."""
@@ -47,13 +47,3 @@ class TrainingTests(BackendKit):
             assert all(torch.equal(w, results[0].weights[n]) for n, w in result.weights.items()), (
                 f"the weights of rank {rank} aren't those of rank 0"
             )
-
-
-def _check_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, what: str) -> None:
-    difference = (ours.double() - theirs.double()).abs()
-    allowed = tolerance * theirs.double().abs().clamp(min=1.0)
-    wrong = ~(difference <= allowed)  # a NaN is wrong, too
-    assert not wrong.any(), (
-        f"{what}: {ours.flatten()[:5].tolist()}, and {theirs.flatten()[:5].tolist()} in plain PyTorch; "
-        f"the largest difference is {float(difference.max()):.3g}, and {tolerance:g} is allowed"
-    )

@@ -74,19 +74,28 @@ class LaunchRunner:
         return LaunchResult(code, captured.out, captured.err, seconds)
 
 
-def marked_processes(mark: str) -> list[int]:
+def marked_processes(mark: str, *, within: float = 0.0) -> list[int]:
     """Pids of live processes that have ``mark`` as the value of an environment variable.
+
+    Args:
+        mark: The value.
+        within: Seconds to wait for them to end: a process that was killed lives on until the system gets to it.
 
     Example:
         >>> marked_processes("a value that no process has")
         []
     """
-    found = []
-    for process in psutil.process_iter():
-        try:
-            zombie = process.status() == psutil.STATUS_ZOMBIE
-            if process.pid != os.getpid() and not zombie and mark in process.environ().values():
-                found.append(process.pid)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
+    deadline = time.monotonic() + within
+    while True:
+        found = [process.pid for process in psutil.process_iter() if _has_mark(process, mark)]
+        if not found or time.monotonic() >= deadline:
+            return found
+        time.sleep(0.05)
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    try:
+        zombie = process.status() == psutil.STATUS_ZOMBIE
+        return process.pid != os.getpid() and not zombie and mark in process.environ().values()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False

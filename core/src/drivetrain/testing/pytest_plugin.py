@@ -8,6 +8,26 @@ import pytest
 
 from drivetrain.testing.workers import WorkerPool
 
+# The kit's tests live outside of test files: let pytest explain their assertions, too.
+pytest.register_assert_rewrite(
+    *(
+        f"drivetrain.testing.{name}"
+        for name in (
+            "_backend_models",
+            "_backend_objects",
+            "_backend_state",
+            "_backend_training",
+            "_backend_windows",
+            "backend",
+            "checkpoint_format",
+            "device",
+            "precision",
+            "static",
+            "tracker",
+        )
+    )
+)
+
 __all__ = ["Workers", "ranks", "workers"]
 
 

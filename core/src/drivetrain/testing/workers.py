@@ -18,7 +18,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RemoteError", "WorkerPool"]
+__all__ = ["STARTUP", "RemoteError", "WorkerPool"]
+
+#: Seconds that ranks may take to start on a busy machine.
+STARTUP = 120.0
 
 
 class RemoteError(AssertionError):
@@ -34,7 +37,8 @@ class WorkerPool:
 
     Args:
         world_size: Number of ranks.
-        timeout: Seconds after which a call is given up: the ranks are killed and started anew for the next call.
+        timeout: Seconds after which a call is given up: the ranks are killed and started anew for the next call. The first call has
+            `STARTUP` seconds more, in which the ranks import torch.
         environment: Variables to set in each rank before torch is imported.
 
     Example:
@@ -69,7 +73,7 @@ class WorkerPool:
         """
         import cloudpickle
 
-        self._start()
+        started = self._start()
         by_value = _test_modules((function, *args, *kwargs.values()))
         for module in by_value:
             cloudpickle.register_pickle_by_value(module)
@@ -80,7 +84,7 @@ class WorkerPool:
                 cloudpickle.unregister_pickle_by_value(module)
         for pipe in self._pipes:
             pipe.send_bytes(payload)
-        return self._collect()
+        return self._collect(self.timeout + (STARTUP if started else 0.0))
 
     def close(self) -> None:
         """End the ranks."""
@@ -100,9 +104,9 @@ class WorkerPool:
             process.kill()
         self.close()
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
         if self._processes and all(p.is_alive() for p in self._processes):
-            return
+            return False
         self.kill()
         context = mp.get_context("spawn")
         port = _free_port()
@@ -115,13 +119,14 @@ class WorkerPool:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+        return True
 
-    def _collect(self) -> list[Any]:
+    def _collect(self, timeout: float) -> list[Any]:
         import cloudpickle
 
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + timeout
         while len(results) + len(failures) < self.world_size:
             pending = [p for r, p in enumerate(self._pipes) if r not in results and r not in failures]
             limit = min(deadline, time.monotonic() + 5.0) if failures else deadline
@@ -131,7 +136,7 @@ class WorkerPool:
                 if failures:
                     raise RemoteError(failures)
                 missing = [r for r in range(self.world_size) if r not in results]
-                raise TimeoutError(f"ranks {missing} didn't answer within {self.timeout} s")
+                raise TimeoutError(f"ranks {missing} didn't answer within {timeout} s")
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:

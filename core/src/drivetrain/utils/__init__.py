@@ -52,6 +52,14 @@ if TYPE_CHECKING:
         slice_tensors,
     )
     from drivetrain.state import DistributedType
+    from drivetrain.utils.constants import (
+        MODEL_NAME,
+        SAFE_MODEL_NAME,
+        SAFE_WEIGHTS_INDEX_NAME,
+        SAFE_WEIGHTS_NAME,
+        WEIGHTS_INDEX_NAME,
+        WEIGHTS_NAME,
+    )
     from drivetrain.utils.environment import (
         clear_environment,
         get_int_from_env,
@@ -60,8 +68,16 @@ if TYPE_CHECKING:
         patch_environment,
         str_to_bool,
     )
+    from drivetrain.utils.modeling import convert_file_size_to_int
     from drivetrain.utils.modules import extract_model_from_parallel, is_compiled_module, is_peft_model
-    from drivetrain.utils.names import DynamoBackend, LoggerType, PrecisionType, RNGType
+    from drivetrain.utils.names import (
+        DistributedOperationException,
+        DynamoBackend,
+        KwargsHandler,
+        LoggerType,
+        PrecisionType,
+        RNGType,
+    )
     from drivetrain.utils.other import is_port_in_use, merge_dicts, wait_for_everyone
     from drivetrain.utils.progress import tqdm
     from drivetrain.utils.versions import compare_versions, is_torch_version
@@ -69,24 +85,33 @@ if TYPE_CHECKING:
 __all__ = [
     "AutocastKwargs",
     "DataLoaderConfiguration",
+    "DistributedOperationException",
     "DistributedType",
     "DynamoBackend",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "KwargsHandler",
     "LoggerType",
+    "MODEL_NAME",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
+    "SAFE_MODEL_NAME",
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
     "TensorInformation",
     "TorchDynamoPlugin",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
     "broadcast",
     "broadcast_object_list",
     "clear_device_cache",
     "clear_environment",
     "compare_versions",
     "concatenate",
+    "convert_file_size_to_int",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
     "copy_tensor_to_devices",
@@ -140,7 +165,12 @@ def _fallback(name: str) -> Any:
         return availability(name)
     from drivetrain._plugins import get_registry
 
-    return get_registry().export(name)
+    try:
+        return get_registry().export(name)
+    except AttributeError as error:
+        from drivetrain._foreign import missing
+
+        missing(__name__, name, error)
 
 
 __getattr__, __dir__ = lazy_exports(
@@ -201,7 +231,23 @@ __getattr__, __dir__ = lazy_exports(
             "str_to_bool",
         ],
         "drivetrain.utils.modules": ["extract_model_from_parallel", "is_compiled_module", "is_peft_model"],
-        "drivetrain.utils.names": ["DynamoBackend", "LoggerType", "PrecisionType", "RNGType"],
+        "drivetrain.utils.constants": [
+            "MODEL_NAME",
+            "SAFE_MODEL_NAME",
+            "SAFE_WEIGHTS_INDEX_NAME",
+            "SAFE_WEIGHTS_NAME",
+            "WEIGHTS_INDEX_NAME",
+            "WEIGHTS_NAME",
+        ],
+        "drivetrain.utils.modeling": ["convert_file_size_to_int"],
+        "drivetrain.utils.names": [
+            "DistributedOperationException",
+            "DynamoBackend",
+            "KwargsHandler",
+            "LoggerType",
+            "PrecisionType",
+            "RNGType",
+        ],
         "drivetrain.utils.other": ["is_port_in_use", "merge_dicts", "wait_for_everyone"],
         "drivetrain.utils.progress": ["tqdm"],
         "drivetrain.utils.versions": ["compare_versions", "is_torch_version"],

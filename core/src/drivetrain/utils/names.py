@@ -1,8 +1,21 @@
-"""Names that Accelerate offers as enumerations. Here a member is its own value, so that plugins' names need no list in core."""
+"""Names that Accelerate offers as enumerations, and other names of its own.
+
+A member of an enumeration is its own value here, so that plugins' names need no list in core.
+"""
 
 from __future__ import annotations
 
-__all__ = ["DynamoBackend", "LoggerType", "PrecisionType", "RNGType"]
+from drivetrain.config.options import Options as KwargsHandler
+from drivetrain.errors import DistributedOperationError as DistributedOperationException
+
+__all__ = [
+    "DistributedOperationException",
+    "DynamoBackend",
+    "KwargsHandler",
+    "LoggerType",
+    "PrecisionType",
+    "RNGType",
+]
 
 
 class _Names(type):

@@ -5,7 +5,11 @@ from __future__ import annotations
 import socket
 from typing import Any
 
+from drivetrain._foreign import from_utils
+
 __all__ = ["is_port_in_use", "merge_dicts", "wait_for_everyone"]
+
+__getattr__ = from_utils
 
 
 def is_port_in_use(port: int | None = None) -> bool:

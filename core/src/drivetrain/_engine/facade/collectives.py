@@ -19,6 +19,7 @@ class CollectiveFacade:
     """Gather, reduce, broadcast, pad; metrics that count each sample once; a flag that all processes see."""
 
     backend: Backend
+    _debug: bool
     _trigger: Trigger
     _stopper: Stopper
     _loader_stack: LoaderStack
@@ -27,7 +28,8 @@ class CollectiveFacade:
         """Concatenate each tensor of a structure over all processes along dimension 0, on every process.
 
         Args:
-            tensor: A tensor, or any structure of them. 0-d tensors are gathered as 1-d. Shapes must agree in all but dimension 0.
+            tensor: A tensor, or any structure of them. 0-d tensors are gathered as 1-d. Shapes must agree in all but dimension 0; with
+                ``debug=True`` in that as well.
 
         Returns:
             The same structure. What isn't a tensor stays this process's own.
@@ -38,7 +40,7 @@ class CollectiveFacade:
             >>> Accelerator(cpu=True).gather({"n": torch.tensor([1, 2]), "name": "x"})
             {'n': tensor([1, 2]), 'name': 'x'}
         """
-        return collectives.gather(tensor)
+        return collectives.gather(tensor, debug=self._debug)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, each sample of the loader being iterated exactly once: rows that were repeated to fill the last batch are dropped.

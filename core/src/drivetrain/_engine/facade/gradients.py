@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from drivetrain._engine.joining import catch_up
 from drivetrain.errors import UnsupportedError
+from drivetrain.specs import Capability
 
 if TYPE_CHECKING:
     from drivetrain._engine.accumulation import Accumulator
@@ -102,7 +104,8 @@ class GradientFacade:
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Keep this model's gradients local, where the backend can."""
+        """Keep this model's gradients local; refused where the backend can't."""
+        self.backend.require(Capability.NO_SYNC, "no_sync")
         self.backend.set_gradient_sync(model, False)
         try:
             yield
@@ -131,6 +134,7 @@ class GradientFacade:
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each element of the window's gradients to ``[-clip_value, clip_value]``; inside a window nothing is clipped."""
+        self.backend.require(Capability.CLIP_VALUE, "clip_grad_value_")
         if self.gradient_state.sync_gradients:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             self._finalize_gradients(parameters)
@@ -181,10 +185,14 @@ class GradientFacade:
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: Any = None) -> Iterator[None]:
         """Let processes run out of batches at different times inside this block.
 
+        An accumulation window ends on all of them where the data of one ends. After the block, those that had fewer steps have the optimizer
+        states, learning rates and step count of the one that had most.
+
         Args:
             joinables: Prepared models.
             even_batches: For this block, ``even_batches`` of the prepared loaders.
         """
+        self.backend.require(Capability.UNEVEN_INPUTS, "join_uneven_inputs")
         changed = (
             [(loader, loader.even_batches) for loader in self._objects.by_kind["loader"]]
             if even_batches is not None
@@ -192,9 +200,14 @@ class GradientFacade:
         )
         for loader, _ in changed:
             loader.even_batches = even_batches
+        joins = self.backend.data_world_size > 1
+        self.gradient_state.joining = joins
         try:
-            with self.backend.join(list(joinables)) if self.backend.data_world_size > 1 else contextlib.nullcontext():
+            with self.backend.join(list(joinables)) if joins else contextlib.nullcontext():
                 yield
+            if joins:
+                catch_up(self)
         finally:
+            self.gradient_state.joining = False
             for loader, before in changed:
                 loader.even_batches = before

@@ -1,0 +1,1 @@
+"""A backend, a device and a tracker that Drivetrain knows nothing of."""
