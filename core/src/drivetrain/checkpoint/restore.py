@@ -292,7 +292,10 @@ def _apply(session: Session, source: Source, read: _Read) -> None:
     for i, custom in enumerate(session.custom_objects):
         _put(custom.load_state_dict, read.objects, f"custom_object[{i}]")
     for i, loader in enumerate(session.loaders):
-        _put(loader.load_state_dict, read.first, f"loader[{i}]")
+        own = (
+            read.own if getattr(loader, "state_per_rank", False) else None
+        )  # a stream that each rank reads its part of
+        _put(loader.load_state_dict, own or read.first, f"loader[{i}]")
     _put(session.set_counters, read.objects, "counters")
     _put(session.set_tracker_run_ids, read.objects, "tracker_run_ids")
     _set_gradients(session, read.gradients)
