@@ -29,6 +29,8 @@ class DDPBackend(Backend):
     """
 
     _group: ProcessGroupHandle | None = None
+    #: Models with a static graph that haven't run yet.
+    _unrecorded: frozenset[DistributedDataParallel] = frozenset()
 
     @property
     def options(self) -> DistributedDataParallelKwargs:
@@ -71,6 +73,8 @@ class DDPBackend(Backend):
             arguments.update(device_ids=[self.device], output_device=self.device)
         wrapped = DistributedDataParallel(model, process_group=self.data_group, **arguments)
         register_communication_hook(wrapped, self.options, self.data_group)
+        if self.options.static_graph:
+            self._unrecorded |= {wrapped}
         return wrapped
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -78,9 +82,17 @@ class DDPBackend(Backend):
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def set_gradient_sync(self, model: torch.nn.Module, enabled: bool) -> None:
-        """What ``no_sync`` does, without a context manager."""
-        if isinstance(model, DistributedDataParallel):
-            model.require_backward_grad_sync = enabled
+        """What ``no_sync`` does, without a context manager.
+
+        A static graph is recorded in the first backward, which must reduce gradients. So the first micro-batch of all does: what is
+        equal on all ranks stays as it is when the window's end averages it again.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            return
+        if not enabled and model in self._unrecorded:
+            self._unrecorded -= {model}
+            return
+        model.require_backward_grad_sync = enabled
 
     @contextlib.contextmanager
     def join(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:

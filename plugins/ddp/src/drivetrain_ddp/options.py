@@ -43,7 +43,7 @@ class DistributedDataParallelKwargs(Options):
         find_unused_parameters: Let parameters go without a gradient in some iterations.
         check_reduction: Ignored by torch, and so refused here.
         gradient_as_bucket_view: Gradients share memory with the buckets.
-        static_graph: The graph doesn't change between iterations.
+        static_graph: The graph doesn't change between iterations. The first micro-batch of all reduces gradients, also inside a window.
         skip_all_reduce_unused_params: Don't reduce buckets of unused parameters.
         comm_hook: Compression of gradients: "no", "fp16", "bf16", "power_sgd" or "batched_power_sgd".
         comm_wrapper: "fp16" or "bf16" around ``comm_hook``, or "no".

@@ -4,26 +4,33 @@ import json
 
 import pytest
 import torch
+from acme_drivetrain.plugin import LOG, MEAN, TOYCHIP
 
 from drivetrain import Accelerator
 from drivetrain.testing.backend import BackendConformance
+from drivetrain.testing.device import DeviceConformance
+from drivetrain.testing.static import PluginConformance
 from drivetrain.testing.tracker import StoredRun, TrackerConformance
 from drivetrain.testing.training import Case, reference, train
 from drivetrain.utils import AcmeOptions
 
 
+class TestAcme(PluginConformance):
+    plugin = "acme"
+
+
 class TestAcmeMean(BackendConformance):
-    backend = "acme-mean"
+    spec = MEAN
     world_sizes = (2,)
     precisions = ("fp32",)
 
 
-class TestAcmeLog(TrackerConformance):
-    @property
-    def spec(self):
-        from drivetrain._plugins import get_registry
+class TestToyChip(DeviceConformance):
+    spec = TOYCHIP
 
-        return get_registry().get("tracker", "acme-log")
+
+class TestAcmeLog(TrackerConformance):
+    spec = LOG
 
     def read_back(self, directory):
         scalars, config = {}, {}

@@ -14,7 +14,7 @@ class AcmeBackend(Backend):
 
     def __init__(self, spec, context):
         super().__init__(spec, context)
-        self._models = []
+        self._models = {}  # each with whether its gradients are averaged
         self._group = None
 
     def setup(self):
@@ -35,15 +35,19 @@ class AcmeBackend(Backend):
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor.detach(), src=0)
         if not evaluation:
-            self._models.append(model)
+            self._models[model] = True
         return model
+
+    def set_gradient_sync(self, model, enabled):
+        self._models[model] = enabled
 
     def backward(self, loss, window, **kwargs):
         super().backward(loss, window, **kwargs)
-        if not window.last or self.data_world_size == 1:
-            return
         dtype = getattr(torch, (self.context.options.dtype if self.context.options else "float32"))
-        gradients = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
+        models = [model for model, averaged in self._models.items() if averaged]
+        gradients = [p.grad for model in models for p in model.parameters() if p.grad is not None]
+        if not gradients or self.data_world_size == 1:
+            return
         flat = torch.cat([g.flatten() for g in gradients]).to(dtype)
         dist.all_reduce(flat)
         flat = flat.float() / self.data_world_size

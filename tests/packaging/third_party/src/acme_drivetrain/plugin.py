@@ -5,29 +5,46 @@ from drivetrain.specs import BackendSpec, Capability, Detection, DeviceSpec, Tra
 
 DRIVETRAIN_API = 1
 
+MEAN = BackendSpec(
+    name="acme-mean",
+    summary="averages gradients with one all-reduce",
+    target="acme_drivetrain.backend:AcmeBackend",
+    options="acme_drivetrain.options:AcmeOptions",
+    accepts=("acme_options",),
+    exports=("AcmeOptions",),
+    capabilities=frozenset(
+        {
+            Capability.DISTRIBUTED,
+            Capability.NO_SYNC,
+            Capability.MULTIPLE_MODELS,
+            Capability.CLIP_VALUE,
+            Capability.ITEM_WEIGHTS,
+            Capability.MID_WINDOW_STATE,
+        }
+    ),
+)
+
+TOYCHIP = DeviceSpec(
+    name="toychip",
+    summary="a chip that computes on the CPU",
+    target="acme_drivetrain.device:ToyChip",
+    torch_type="cpu",
+    communication_backend="gloo",
+    priority=-1,  # never chosen by itself
+)
+
+LOG = TrackerSpec(
+    name="acme-log",
+    summary="one text file per run",
+    target="acme_drivetrain.tracker:AcmeTracker",
+    needs_directory=True,
+    kinds=frozenset({"config"}),
+)
+
 
 @hookimpl
 def drivetrain_register_backends():
-    return [
-        BackendSpec(
-            name="acme-mean",
-            summary="Averages gradients with one all-reduce",
-            target="acme_drivetrain.backend:AcmeBackend",
-            options="acme_drivetrain.options:AcmeOptions",
-            accepts=("acme_options",),
-            exports=("AcmeOptions",),
-            capabilities=frozenset(
-                {
-                    Capability.DISTRIBUTED,
-                    Capability.NO_SYNC,
-                    Capability.MULTIPLE_MODELS,
-                    Capability.CLIP_VALUE,
-                    Capability.ITEM_WEIGHTS,
-                    Capability.MID_WINDOW_STATE,
-                }
-            ),
-        )
-    ]
+    return [MEAN]
 
 
 @hookimpl
@@ -39,26 +56,9 @@ def drivetrain_detect_backend(request):
 
 @hookimpl
 def drivetrain_register_devices():
-    return [
-        DeviceSpec(
-            name="toychip",
-            summary="A chip that computes on the CPU",
-            target="acme_drivetrain.device:ToyChip",
-            torch_type="cpu",
-            communication_backend="gloo",
-            priority=-1,  # never chosen by itself
-        )
-    ]
+    return [TOYCHIP]
 
 
 @hookimpl
 def drivetrain_register_trackers():
-    return [
-        TrackerSpec(
-            name="acme-log",
-            summary="One text file per run",
-            target="acme_drivetrain.tracker:AcmeTracker",
-            needs_directory=True,
-            kinds=frozenset({"config"}),
-        )
-    ]
+    return [LOG]

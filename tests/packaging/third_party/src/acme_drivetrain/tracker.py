@@ -10,6 +10,8 @@ from drivetrain.interfaces import Tracker
 class AcmeTracker(Tracker):
     """Appends one JSON line per row to ``acme.log``."""
 
+    _file = None
+
     def start(self):
         folder = self.context.directory / self.context.project_name.replace("/", "_")
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,4 +36,5 @@ class AcmeTracker(Tracker):
         self._file.flush()
 
     def finish(self):
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
