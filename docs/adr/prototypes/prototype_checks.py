@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from drivetrain import Accelerator
+from drivetrain._engine.session import AcceleratorSession
 from drivetrain.testing.training import Case, Result, make_data, make_model, train
 
 
@@ -129,14 +130,14 @@ def save(case: Case, backend: str, stage: int | None, directory: str) -> None:
         job.epoch()
         with torch.no_grad():
             job.model(torch.zeros(2, 6))
+        found = [len(models) for _, models in AcceleratorSession(job.accelerator).optimizers]
+        assert found == [1], "after an evaluation the optimizer's model isn't found"
         job.accelerator.save_state(directory)
 
 
 def resume(case: Case, backend: str, stage: int | None, directory: str) -> dict[str, torch.Tensor]:
     """Load into fresh objects, and train the second epoch."""
     with Job(case, backend, stage) as job:
-        with torch.no_grad():
-            job.model(torch.zeros(2, 6))
         job.accelerator.load_state(directory)
         job.epoch()
         return job.weights()

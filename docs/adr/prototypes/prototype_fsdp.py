@@ -46,6 +46,12 @@ class FSDPBackend(Backend):
         mesh, placements = parameter.device_mesh, parameter.placements
         return distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)  # each cuts its own
 
+    def parameter_names(self, models: Sequence[torch.nn.Module]) -> dict[int, str]:
+        for model in models:
+            assert isinstance(model, FSDPModule)
+            model.reshard()  # after an evaluation the root unit still has its whole parameters
+        return super().parameter_names(models)
+
     # -- one accumulation window -------------------------------------------------------------------------------------------
 
     def set_gradient_sync(self, model: torch.nn.Module, enabled: bool) -> None:

@@ -57,8 +57,8 @@ class AcceleratorSession:
         """The optimizers that do the work, each with the models whose parameters it updates."""
         owners: dict[int, int] = {}
         for i, model in enumerate(self.models):
-            for parameter in self.backend.unwrap(model).parameters():
-                owners.setdefault(id(parameter), i)
+            for identity in self.backend.parameter_names([model]):
+                owners.setdefault(identity, i)
         pairs = []
         for prepared in self._accelerator._optimizers:
             indices = sorted({owners[id(p)] for p in prepared.parameters() if id(p) in owners})
