@@ -71,6 +71,7 @@ def describe(content: str, name: str, tensor: Any, alias_of: str = "") -> list[P
     """The pieces of a tensor that this rank holds; an empty one if it holds none.
 
     Example:
+        >>> import torch
         >>> [piece.sizes for piece in describe("model", "w", torch.zeros(2, 3))]
         [(2, 3)]
     """

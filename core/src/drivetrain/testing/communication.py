@@ -44,6 +44,7 @@ def count_collectives(function: Callable[[], Any]) -> dict[str, int]:
         function: Called once, without arguments.
 
     Example:
+        >>> import torch
         >>> count_collectives(lambda: torch.ones(2).sum())
         {}
     """
