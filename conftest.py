@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import collections
+import os
 import pathlib
 
 import pytest
+
+# Before torch is imported: several ranks share the processors, and a process that has run on several threads can't be forked.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["drivetrain.testing.pytest_plugin"]
 
