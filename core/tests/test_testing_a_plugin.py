@@ -55,6 +55,8 @@ def test_the_table_names_every_kit():
         assert name in sys.modules[module].__all__
     folder = Path(sys.modules["drivetrain.testing.backend"].__file__).parent
     found = {
-        m for f in folder.glob("[!_]*.py") for m in re.findall(r"^class (\w+Conformance)\b", f.read_text(), re.MULTILINE)
+        m
+        for f in folder.glob("[!_]*.py")
+        for m in re.findall(r"^class (\w+Conformance)\b", f.read_text(), re.MULTILINE)
     }
     assert found == set(kits)
