@@ -5,11 +5,16 @@ from __future__ import annotations
 import collections
 import os
 import pathlib
+import signal
 
 import pytest
 
 # Before torch is imported: several ranks share the processors, and a process that has run on several threads can't be forked.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell ignores SIGINT in what it starts in the background, and children inherit that: tests of Ctrl-C need it heard.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["drivetrain.testing.pytest_plugin"]
 
