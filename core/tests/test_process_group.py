@@ -16,6 +16,7 @@ from drivetrain.parallel import ControlGroup, barrier, find_free_port, gather, i
 from drivetrain.parallel._groups import communication_device, control_device
 from drivetrain.parallel.process_group import _backend_string
 from drivetrain.specs import ProcessInfo
+from drivetrain.testing.workers import WorkerPool
 
 CPU = torch.device("cpu")
 
@@ -60,7 +61,7 @@ def group_of_one():
         dist.destroy_process_group()
 
 
-def test_ranks_meet_at_an_address_or_at_the_environments(ranks):
+def test_ranks_meet_at_an_address_or_at_the_environments():
     port = find_free_port()
 
     def run():
@@ -76,8 +77,9 @@ def test_ranks_meet_at_an_address_or_at_the_environments(ranks):
         dist.init_process_group("gloo")
         return made
 
-    for made in ranks.run(run):
-        assert made == [(True, "cpu:gloo,cuda:gloo", [0, 1])] * 2
+    with WorkerPool(2) as pool:  # of its own: ending a group that other tests' models have used can block torch
+        for made in pool.run(run):
+            assert made == [(True, "cpu:gloo,cuda:gloo", [0, 1])] * 2
 
 
 def test_a_group_that_is_there_is_used_and_not_ended(ranks):
