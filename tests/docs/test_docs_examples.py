@@ -24,7 +24,7 @@ else:
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(p for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")])
-PROGRAMS = {"drivetrain", "pip", "pre-commit", "python", "python3"}
+PROGRAMS = {"drivetrain", "pip", "pre-commit", "python", "python3", "pytest"}
 
 
 def name_of(page):
