@@ -82,7 +82,7 @@ def train_uneven(kit: BackendKit, case: Case) -> dict[str, Any]:
         gradient_accumulation_steps=case.accumulation, dataloader_config=DataLoaderConfiguration(even_batches=False)
     )
     model: Any = make_model()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     loader: Any = torch.utils.data.DataLoader(make_data(case.samples), batch_size=case.batch_size)  # type: ignore[arg-type]
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
