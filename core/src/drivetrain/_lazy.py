@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 __all__ = ["lazy_exports", "load_target"]
@@ -37,7 +39,8 @@ def lazy_exports(
 
     def module_getattr(name: str) -> Any:
         if name in home:
-            value = getattr(importlib.import_module(home[name]), name)
+            with _no_collection():
+                value = getattr(importlib.import_module(home[name]), name)
             setattr(sys.modules[package], name, value)
             return value
         if fallback is not None and not name.startswith("_"):
@@ -51,6 +54,19 @@ def lazy_exports(
         return sorted({*vars(sys.modules[package]), *home})
 
     return module_getattr, module_dir
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Importing makes objects that stay: looking for garbage among them, and once among all of torch's, takes longer than the import."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def load_target(target: str) -> Any:

@@ -107,7 +107,6 @@ class Accelerator(
         self._debug = parts.plan.settings.debug
         self._trigger = parts.trigger
         self._stopper = parts.stopper
-        self._hub = parts.hub
         self._loader_stack = parts.loader_stack
         self.dataloader_config = parts.dataloader_config
         self.project_configuration = parts.project_configuration
@@ -116,6 +115,8 @@ class Accelerator(
         self.gradient_state: Accumulator = parts.accumulator
         self._objects = PreparedObjects()
         self._custom_objects: list[Any] = []
+        if parts.plan.trackers or parts.plan.tracker_objects:
+            self._hub  # noqa: B018 - what is wrong with trackers that were asked for is said here, not at the first log
         parts.registry.notify("drivetrain_after_start", accelerator=self)
 
     # -- what was chosen ---------------------------------------------------------------------------------------------------
@@ -376,7 +377,7 @@ class Accelerator(
         """Finish checkpoints being written, trackers, and the process group if it was made here."""
         self._parts.registry.notify("drivetrain_before_end", accelerator=self)
         self._finish_checkpoints()
-        self._hub.finish()
+        self._finish_trackers()
         self._stopper.close()
         dismantle(self._parts)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -25,10 +26,10 @@ from drivetrain.errors import ConfigurationError, UnsupportedError
 from drivetrain.interfaces import Backend, BackendContext, Device
 from drivetrain.parallel.process import ProcessControl, Trigger
 from drivetrain.specs import Capability, ProcessInfo
-from drivetrain.tracking import TrackerHub, TrackingOptions
 
 if TYPE_CHECKING:
     from drivetrain.interfaces import Precision
+    from drivetrain.tracking import TrackerHub
 
 __all__ = ["Parts", "assemble", "dismantle"]
 
@@ -44,7 +45,7 @@ class Parts:
     control: ProcessControl
     trigger: Trigger
     stopper: Stopper
-    hub: TrackerHub
+    make_hub: Callable[[], TrackerHub]
     loader_stack: LoaderStack
     accumulator: Accumulator
     dataloader_config: DataLoaderConfiguration
@@ -81,7 +82,7 @@ def assemble(given: Mapping[str, Any]) -> Parts:
         control=ProcessControl(plan.process, device=backend.device),
         trigger=Trigger(),
         stopper=Stopper(plan.process, synchronize=device.synchronize, key=_next_key()),
-        hub=_make_hub(registry, plan, backend),
+        make_hub=partial(_make_hub, registry, plan, backend),
         loader_stack=stack,
         accumulator=Accumulator(
             backend,
@@ -168,6 +169,8 @@ def _make_backend(registry: Registry, plan: PreparePlan, device: Device) -> Back
 
 def _make_hub(registry: Registry, plan: PreparePlan, backend: Backend) -> TrackerHub:
     """The hub; if no tracker was asked for and the script starts some all the same, they are the builtin one's files."""
+    from drivetrain.tracking import TrackerHub, TrackingOptions
+
     trackers: list[Any] = [*plan.trackers, *plan.tracker_objects]
     directory = plan.settings.logging_dir or plan.settings.project_dir
     if not trackers:

@@ -6,17 +6,15 @@ import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from drivetrain import __version__
 from drivetrain._plugins.record import canonical
 
-if TYPE_CHECKING:
-    from packaging.specifiers import SpecifierSet
-
 __all__ = ["Requirements"]
 
 _PLAIN = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^\]]*\])?\s*\(?([^;@()]*)\)?\s*")
+_CLAUSE = re.compile(r"\s*(>=|<)\s*(\d+(?:\.\d+)*)\s*")
+_RELEASE = re.compile(r"(\d+(?:\.\d+)*)(?:\+[a-z0-9.]+)?")
 _EXTRA = re.compile(r";\s*extra\s*==\s*[\"'][^\"']*[\"']\s*$")
 
 
@@ -67,19 +65,21 @@ class Requirements:
         return self._versions[key]
 
 
-def _parse(text: str) -> tuple[str, SpecifierSet] | str | None:
+def _parse(text: str) -> tuple[str, str] | str | None:
     """Name and versions of a requirement; None if its marker doesn't hold here; a clause if it can't be read."""
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
     if _EXTRA.search(text):
         return None
     # packaging's parser of whole requirements takes as long to import as all the rest of discovery, and most have no marker.
     plain = _PLAIN.fullmatch(text)
     if plain is not None:
-        try:
-            return plain[1], SpecifierSet(plain[2])
-        except InvalidSpecifier:
-            return f"has a requirement {text!r} that can't be read"
+        if _bounds(plain[2]) is None:
+            from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+            try:
+                SpecifierSet(plain[2])
+            except InvalidSpecifier:
+                return f"has a requirement {text!r} that can't be read"
+        return plain[1], plain[2].strip()
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
@@ -88,17 +88,37 @@ def _parse(text: str) -> tuple[str, SpecifierSet] | str | None:
         return f"has a requirement {text!r} that can't be read"
     if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
         return None
-    return requirement.name, requirement.specifier
+    return requirement.name, str(requirement.specifier)
 
 
-def _contains(specifier: SpecifierSet, version: str) -> bool:
+def _contains(specifier: str, version: str) -> bool:
+    bounds, release = _bounds(specifier), _RELEASE.fullmatch(version)
+    if bounds is not None and release is not None:
+        have = _numbers(release[1])
+        return all(have >= _numbers(bound) if sign == ">=" else have < _numbers(bound) for sign, bound in bounds)
+    from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion
 
     try:
         # A nightly build satisfies what its release would: without prereleases=True no development version does.
-        return specifier.contains(version, prereleases=True)
+        return SpecifierSet(specifier).contains(version, prereleases=True)
     except InvalidVersion:
         return False
+
+
+def _bounds(specifier: str) -> list[tuple[str, str]] | None:
+    """The clauses, if all are of the common kind (``>=1.2,<2``), which is compared here; None if packaging, slow to import, must do it."""
+    clauses = [_CLAUSE.fullmatch(clause) for clause in specifier.split(",")] if specifier.strip() else []
+    bounds = [(clause[1], clause[2]) for clause in clauses if clause is not None]
+    return bounds if len(bounds) == len(clauses) else None
+
+
+def _numbers(release: str) -> list[int]:
+    """The numbers of a version; zeros at its end mean nothing."""
+    numbers = [int(number) for number in release.split(".")]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return numbers
 
 
 def _installed_version(name: str) -> str | None:

@@ -13,11 +13,6 @@ from drivetrain.config.options import nearest
 from drivetrain.config.settings import CoreSettings
 from drivetrain.errors import ConfigurationError
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 __all__ = ["ConfigFile", "read_config_file"]
 
 _CORE = "core"
@@ -83,10 +78,7 @@ def read_config_file(path: str | Path, *, said_by: str = "config_file") -> Confi
         ({'mixed_precision': 'bf16'}, {'size': 3})
     """
     text = _read(Path(path), said_by)
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{path} is not valid TOML: {error}") from None
+    data = _parse(text, path)
     lines = _find_lines(text)
     file = ConfigFile(str(path), {}, {}, lines)
     core: dict[str, Any] = {}
@@ -110,6 +102,18 @@ def _read(path: Path, said_by: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigurationError(f"The configuration file {path} ({said_by}) can't be read: {reason}.") from None
+
+
+def _parse(text: str, path: str | Path) -> dict[str, Any]:
+    # Imported here: most runs have no such file.
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{path} is not valid TOML: {error}") from None
 
 
 def _add_core(core: dict[str, Any], key: str, value: Any, section: str, file: ConfigFile) -> None:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from drivetrain._engine.assemble import Parts
     from drivetrain.checkpoint import CheckpointManager, HookHandle, ProjectConfiguration
     from drivetrain.interfaces import Backend
-    from drivetrain.tracking import TrackerHub
 
 __all__ = ["CheckpointFacade"]
 
@@ -26,8 +25,8 @@ class CheckpointFacade:
     backend: Backend
     project_configuration: ProjectConfiguration
     _parts: Parts
-    _hub: TrackerHub
     _custom_objects: list[Any]
+    _flush_trackers: Callable[[], None]
     _manager: CheckpointManager | None = None
 
     @property
@@ -114,7 +113,7 @@ class CheckpointFacade:
                 "save_state(safe_serialization=False) would store pickles, which checkpoints never hold: leave it out. "
                 "save_model(..., safe_serialization=False) writes a pickle of a model for other tools."
             )
-        self._hub.flush()
+        self._flush_trackers()
         return str(self._checkpoints.save_state(output_dir, blocking=blocking, metadata=metadata))
 
     def wait_for_checkpoint(self) -> str | None:

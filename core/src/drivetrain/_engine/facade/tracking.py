@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from drivetrain.tracking import TrackerHub
+if TYPE_CHECKING:
+    from drivetrain._engine.assemble import Parts
+    from drivetrain.tracking import TrackerHub
 
 __all__ = ["TrackingFacade"]
 
@@ -13,10 +16,23 @@ __all__ = ["TrackingFacade"]
 class TrackingFacade:
     """Logging to all trackers chosen with ``log_with``, from the main process."""
 
-    _hub: TrackerHub
+    _parts: Parts
     _step: int
     #: Runs of the checkpoint that was loaded, by tracker.
     _run_ids: Mapping[str, str] | None = None
+
+    @cached_property
+    def _hub(self) -> TrackerHub:
+        """Made when it is first used: scripts that log nothing don't pay for importing it."""
+        return self._parts.make_hub()
+
+    def _flush_trackers(self) -> None:
+        if "_hub" in vars(self):
+            self._hub.flush()
+
+    def _finish_trackers(self) -> None:
+        if "_hub" in vars(self):
+            self._hub.finish()
 
     @property
     def trackers(self) -> list[Any]:
