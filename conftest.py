@@ -7,6 +7,7 @@ import os
 import pathlib
 import signal
 
+import hypothesis
 import pytest
 
 # Before torch is imported: several ranks share the processors, and a process that has run on several threads can't be forked.
@@ -15,6 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell ignores SIGINT in what it starts in the background, and children inherit that: tests of Ctrl-C need it heard.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Property tests try the same examples in each run, so that a change is judged by what it changes; `nox -s full` tries new ones.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("new", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("same")
 
 pytest_plugins = ["drivetrain.testing.pytest_plugin"]
 

@@ -112,7 +112,7 @@ def tests(session: nox.Session) -> None:
 def full(session: nox.Session) -> None:
     """The full products of cases, and GPU tests where there is a GPU."""
     install_all(session)
-    run(session, "pytest", *session.posargs)
+    run(session, "pytest", "--hypothesis-profile=new", *session.posargs)
 
 
 @nox.session(**daily)
