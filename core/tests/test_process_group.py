@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -188,3 +190,21 @@ def test_free_ports_can_be_bound():
     port = find_free_port()
     with socket.socket() as s:
         s.bind(("127.0.0.1", port))
+
+
+@pytest.mark.parametrize(("end", "still_there"), [("", False), ("sys.exit(3)", False), ("raise ValueError", True)])
+@pytest.mark.parametrize("worker", [False, True])
+def test_a_script_that_does_not_end_its_group_ends_it_with_the_interpreter(tmp_path, end, still_there, worker):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, sys, torch, torch.distributed as dist\n"
+        "from drivetrain.parallel import init_process_group\n"
+        "from drivetrain.specs import ProcessInfo\n"
+        "atexit.register(lambda: print('group:', dist.is_initialized()))\n"  # registered before, so called after ours
+        "init_process_group(ProcessInfo(), device=torch.device('cpu'), device_backend='gloo')\n" + end
+    )
+    from drivetrain.launch import _worker
+
+    start = [_worker.__file__, str(os.getpid()), "script"] if worker else []
+    ran = subprocess.run([sys.executable, *start, str(script)], capture_output=True, text=True, check=False)
+    assert ran.stdout == f"group: {still_there}\n", ran.stderr

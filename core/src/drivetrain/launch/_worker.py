@@ -61,6 +61,7 @@ def _fail(error: BaseException) -> None:
     import faulthandler
 
     error.__traceback__ = _users_part(error)
+    sys.last_value = error  # as Python itself does; exit handlers may want to know
     recorded = _record(error)
     faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
     if not recorded:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import sys
+import time
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,11 +48,34 @@ class ProcessGroupHandle:
 
     def destroy(self) -> None:
         """End the group if it is ours. Idempotent."""
+        atexit.unregister(self._end)
         if self.owned and dist.is_initialized():
+            _let_threads_finish()
             dist.destroy_process_group()
         if self.level is not None:
             _torch.set_debug_level(self.level)
         self.owned, self.level = False, None
+
+    def destroy_at_exit(self) -> ProcessGroupHandle:
+        """End the group with the interpreter, for scripts that don't. Returns the handle.
+
+        A gloo thread that is still dropping the last collective's tensors when the interpreter goes away aborts the process, whose work is done.
+        """
+        atexit.register(self._end)
+        return self
+
+    def _end(self) -> None:
+        if getattr(sys, "last_value", None) is None:  # after an error, other ranks may be gone, and ending the group could wait for them
+            self.destroy()
+
+
+def _let_threads_finish() -> None:
+    """Give the interpreter's lock to threads of gloo that want it to drop tensors.
+
+    Ending a group joins them while holding the lock (torch 2.13): a thread that still wants it then never ends.
+    """
+    for _ in range(5):
+        time.sleep(0.004)
 
 
 def init_process_group(
@@ -118,7 +144,7 @@ def init_process_group(
             "Check that every process was started, with the same address and world size and a rank of its own, and that the "
             "address can be reached from each machine."
         ) from error
-    return ProcessGroupHandle(owned=True, backend=dist.get_backend_config(), level=level)
+    return ProcessGroupHandle(owned=True, backend=dist.get_backend_config(), level=level).destroy_at_exit()
 
 
 def _raise_debug_level() -> Any:
