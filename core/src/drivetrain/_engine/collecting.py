@@ -6,7 +6,7 @@ import enum
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from drivetrain._engine.plan import Arguments, CatalogView, class_name
 from drivetrain._lazy import load_target
@@ -34,8 +34,7 @@ _KINDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
+class Given(NamedTuple):
     """One options object that the user gave.
 
     Args:

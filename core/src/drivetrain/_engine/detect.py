@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from drivetrain._lazy import load_target
 from drivetrain.errors import EnvironmentDetectionError
@@ -19,8 +20,7 @@ _FIRST_PORT, _PORTS = 20000, 10000
 _DEFAULT_PORT = 29500
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessSurvey:
+class ProcessSurvey(NamedTuple):
     """What the environment says about this process.
 
     Args:
@@ -34,8 +34,7 @@ class ProcessSurvey:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Claim:
+class _Claim(NamedTuple):
     """One cluster spec's reading of the environment: by field, the variable and its value."""
 
     spec: ClusterSpec

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from drivetrain.config.options import Options
 from drivetrain.config.origins import DEFAULT, Origin
@@ -121,8 +121,7 @@ class Arguments:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """One thing that was chosen.
 
     Args:
@@ -142,8 +141,7 @@ class Choice:
     version: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Rejection:
+class Rejection(NamedTuple):
     """One thing that was not chosen, and why."""
 
     kind: str
@@ -151,8 +149,7 @@ class Rejection:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One line of an explanation.
 
     Args:
@@ -228,7 +225,7 @@ class PreparePlan:
         """The plan as JSON-like data, without secrets."""
         return {
             "process": {f.name: getattr(self.process, f.name) for f in dataclasses.fields(self.process)},
-            "chosen": [{**_plain_fields(c), "origin": str(c.origin)} for c in self.choices],
+            "chosen": [{**c._asdict(), "origin": str(c.origin)} for c in self.choices],
             "settings": {
                 name: {"value": masked(_plain(value), name), "origin": str(self.origins.get(name, DEFAULT))}
                 for name, value in self.settings.to_dict().items()
@@ -243,7 +240,7 @@ class PreparePlan:
                 }
                 for cls, options in sorted(self.options.items())
             },
-            "rejected": [_plain_fields(r) for r in self.rejections],
+            "rejected": [r._asdict() for r in self.rejections],
             "notes": list(self.notes),
         }
 
@@ -294,10 +291,6 @@ def _fields(options: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(options):
         return {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
     return dict(vars(options))
-
-
-def _plain_fields(value: Choice | Rejection) -> dict[str, Any]:
-    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
 
 def _plain(value: Any) -> Any:

@@ -6,9 +6,10 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from drivetrain import __version__
 from drivetrain._plugins.known import find_known
@@ -31,8 +32,7 @@ ALLOW = "DRIVETRAIN_PLUGINS"
 DISABLE = "DRIVETRAIN_DISABLE_PLUGINS"
 
 
-@dataclass(frozen=True, slots=True)
-class Discovery:
+class Discovery(NamedTuple):
     """What was found.
 
     Args:
@@ -46,8 +46,7 @@ class Discovery:
     warnings: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     record: PluginRecord
     requires: tuple[str, ...] = ()
 

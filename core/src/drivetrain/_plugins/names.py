@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from drivetrain._plugins.known import find_known, known_plugins
 from drivetrain._plugins.loader import BUILTIN, DISABLE
@@ -20,8 +21,7 @@ _NOUNS = {EXPORT: "exported name", ACCEPT: "keyword of the Accelerator"}
 _Key = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """One spec of one plugin.
 
     Args:
@@ -35,8 +35,7 @@ class Offer:
     owner: int
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
+class Names(NamedTuple):
     """The table of all names.
 
     Args:

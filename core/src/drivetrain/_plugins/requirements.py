@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
+import sys
 from collections.abc import Iterable
 
 from drivetrain import __version__
@@ -122,11 +123,14 @@ def _numbers(release: str) -> list[int]:
 
 
 def _installed_version(name: str) -> str | None:
+    module = name.replace("-", "_")
+    running = getattr(sys.modules.get(module), "__version__", None)
+    if isinstance(running, str):
+        return str(running)  # torch's is a class of its own
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         # Vendors' containers carry a torch that was built in place, without metadata.
-        module = name.replace("-", "_")
         try:
             spec = importlib.util.find_spec(module) if module.isidentifier() else None
         except ValueError:  # a module without a spec is there already, but nobody knows from where

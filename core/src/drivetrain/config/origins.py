@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["DEFAULT", "EXPLICIT", "Origin", "Source"]
 
@@ -22,8 +22,7 @@ class Source(enum.IntEnum):
     EXPLICIT = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """Where a value came from.
 
     Args:

@@ -15,8 +15,7 @@ import hashlib
 import struct
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,8 +44,7 @@ class AgreedError(DistributedOperationError):
         self.group = group
 
 
-@dataclass(frozen=True, slots=True)
-class Frames:
+class Frames(NamedTuple):
     """What all ranks sent, by rank in the group.
 
     Args:

@@ -65,7 +65,9 @@ class ProcessGroupHandle:
         return self
 
     def _end(self) -> None:
-        if getattr(sys, "last_value", None) is None:  # after an error, other ranks may be gone, and ending the group could wait for them
+        if (
+            getattr(sys, "last_value", None) is None
+        ):  # after an error, other ranks may be gone, and ending the group could wait for them
             self.destroy()
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from drivetrain._engine.prepare import PreparedObjects
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["TimingFacade"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
+class _Begun(NamedTuple):
     """How things stood when an epoch began.
 
     Args:
