@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
-import signal
 import time
 import warnings
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from drivetrain.data import DataLoaderConfiguration, prepare_data_loader, skip_first_batches
 from drivetrain.errors import CheckpointError, UnsupportedError
-from drivetrain.testing.workers import RemoteError
 
 
 def prepare(make, world=1, **settings):
@@ -417,42 +412,6 @@ def test_streams_that_draw_are_common_and_repeat_on_resume(workers):
     again = fresh()[1]
     again.load_state_dict(saved(loader))
     assert take_raw(again, None) == b[3:]
-
-
-# -- killed and resumed ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "settings"), [(3, 2, {"dispatch_batches": True}), (2, 3, {"strategy": "contiguous"})]
-)
-def test_killed_at_a_step_and_resumed_at_another_world_size(workers, tmp_path, before, after, settings):
-    def run(state, stop, log):
-        loader = prepare_data_loader(
-            DataLoader(range(50), batch_size=3, shuffle=True),
-            num_processes=dist.get_world_size(),
-            process_index=dist.get_rank(),
-            config=DataLoaderConfiguration(**settings),
-        )
-        if state is not None:
-            loader.load_state_dict(state)
-        with Path(f"{log}.{dist.get_rank()}").open("a") as file:
-            for batch in loader:
-                new = loader.batch.round.new[dist.get_rank()]
-                file.write("".join(f"{i} " for i in batch.tolist()[:new]))
-                file.flush()
-                if loader.batch.index + 1 == stop:
-                    if dist.get_rank() == 0:
-                        Path(f"{log}.state").write_text(json.dumps(loader.state_dict()))
-                    dist.barrier()
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-    log = tmp_path / "seen"
-    with pytest.raises(RemoteError):
-        workers(before).run(run, None, 3, str(log))
-    state = json.loads((tmp_path / "seen.state").read_text())
-    workers(after).run(run, state, None, str(log))
-    rows = [int(i) for r in range(3) for i in (tmp_path / f"seen.{r}").read_text().split()]
-    assert sorted(rows) == list(range(50))
 
 
 def test_state_is_plain_and_independent_of_the_loader():

@@ -375,9 +375,7 @@ def follow(channel: Channel, *, ahead: bool) -> Iterator[Delivery]:
             coming = _Arrival(channel, coming.next_room, ahead=ahead)
             yield Delivery(batch, cut, coming.kind == _END)
         if coming.kind == _ERROR:
-            raise DistributedOperationError(
-                f"Reading data failed on rank 0, which reads for all: {coming.payload()}"
-            )
+            raise DistributedOperationError(f"Reading data failed on rank 0, which reads for all: {coming.payload()}")
     finally:
         with contextlib.suppress(DistributedOperationError):
             coming.finish()

@@ -138,10 +138,12 @@ class StreamFeed(Feed):
         reader = self.context.reader
         seed = self._seed()
         first = 0
+        if resume is not None or self._stream.is_pipe:
+            reader.forget_workers()  # persistent ones wouldn't see where to begin, or the epoch's seed
         if resume is not None:
-            reader.forget_workers()  # persistent ones wouldn't see where to begin
             first = sum(p.rounds for p in resume.positions.values()) - resume.first_worker
         self._stream.resume = resume
+        self._stream.epoch_seed = seed
         requests = (([0], batch_seed(seed, number)) for number in count(first))
         packets = reader.read(requests, derive_seed(seed, WORKERS))
         for packet in packets:
