@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from drivetrain.data import (
     DataLoaderConfiguration,
@@ -276,25 +275,3 @@ def test_generators_are_synchronised_at_the_start_of_an_epoch(ranks):
 
     a, b = ranks.run(run)
     assert a[:2] == b[:2] and a[2] != b[2]
-
-
-def test_a_worker_that_raises_on_one_rank_is_that_ranks_error(ranks):
-    class Breaks(Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, i):
-            if i == 5:
-                raise ValueError("broken item 5")
-            return i
-
-    def run():
-        multiprocessing.current_process()._config["daemon"] = (
-            False  # the pool's ranks are daemons, which may not have workers
-        )
-        loader = prepare(DataLoader(Breaks(), batch_size=2, num_workers=1, multiprocessing_context="fork"))
-        for _ in loader:
-            dist.all_reduce(torch.zeros(1))  # training: rank 0 waits here
-
-    with pytest.raises(RemoteError, match="broken item 5"):
-        ranks.run(run)

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import time
 import warnings
 from collections import Counter
@@ -20,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import Accelerator, DataLoaderConfiguration
 from drivetrain.utils import ProjectConfiguration, set_seed
+
+from .forked import end, start
 
 ROWS = 46
 
@@ -69,36 +70,6 @@ def train(folder, epochs, settings, resume):
     accelerator.end_training()
 
 
-def start(world, *arguments):
-    """Fork ranks: they need not import anew what is imported here."""
-    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports torch's compiler
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = []
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                launched = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
-                if world > 1:
-                    os.environ.update({k: str(v) for k, v in launched.items()})
-                    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-                train(*arguments)
-                code = 0
-            except BaseException:
-                __import__("traceback").print_exc()
-            finally:
-                os._exit(code)
-        children.append(pid)
-    return children
-
-
-def end(children):
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-
-
 def entries(folder, rank):
     path = folder / f"log.{rank}"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
@@ -108,7 +79,7 @@ def entries(folder, rank):
 def run_and_kill(world, folder, epochs, settings, *, steps, resume, moment):
     """Kill all ranks once rank 0 has logged so many steps, and a moment later: perhaps in the middle of a save."""
     before = len(entries(folder, 0))
-    children = start(world, folder, epochs, settings, resume)
+    children = start(world, train, folder, epochs, settings, resume)
     deadline = time.monotonic() + 100
     while len(entries(folder, 0)) < before + 1 + steps:
         assert time.monotonic() < deadline, "the ranks make no steps"
@@ -137,11 +108,11 @@ SAME = [
 def test_at_the_same_size_order_and_losses_are_bit_identical(tmp_path, world, settings, steps):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
-    assert end(start(world, whole, 2, settings, False)) == [0] * world
+    assert end(start(world, train, whole, 2, settings, False)) == [0] * world
     chance = random.Random(steps)
     run_and_kill(world, killed, 2, settings, steps=steps, resume=False, moment=chance.uniform(0, 0.02))
     run_and_kill(world, killed, 2, settings, steps=3, resume=True, moment=chance.uniform(0, 0.02))
-    assert end(start(world, killed, 2, settings, True)) == [0] * world
+    assert end(start(world, train, killed, 2, settings, True)) == [0] * world
     for rank in range(world):
         expected = {entry["step"]: entry for entry in steps_of(entries(whole, rank))}
         found = steps_of(entries(killed, rank))
@@ -167,7 +138,7 @@ def test_at_other_sizes_twice_in_a_row_the_samples_seen_are_one_epoch(tmp_path, 
     for number, world in enumerate(worlds[:-1]):
         moment, steps = chance.uniform(0, 0.02), chance.randrange(2, 4)
         run_and_kill(world, tmp_path, 1, settings, steps=steps, resume=number > 0, moment=moment)
-    assert end(start(worlds[-1], tmp_path, 1, settings, True)) == [0] * worlds[-1]
+    assert end(start(worlds[-1], train, tmp_path, 1, settings, True)) == [0] * worlds[-1]
     logs = [entries(tmp_path, rank) for rank in range(max(worlds))]
     starts = [entry["start"] for entry in logs[0] if "start" in entry]
     assert len(starts) == len(worlds) and 0 == starts[0] < starts[1] < starts[2]

@@ -24,6 +24,7 @@ from drivetrain.data.plan import Layout
 from drivetrain.data.random import derive_seed
 from drivetrain.data.ranks import Ranks
 from drivetrain.data.reader import SourceReader
+from drivetrain.data.rollcall import RollCall
 from drivetrain.data.samplers import IndexSource, source_loader
 from drivetrain.data.seeding import BatchSeeder
 from drivetrain.data.shardings import find_sharding
@@ -175,6 +176,7 @@ class _Builder:
             slice_fn=slice_fn,
             dataset=loader.dataset,
             samplers=(loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)),
+            roll=self._roll(stack, index),
         )
         self.feed = self._feed(order)
 
@@ -321,10 +323,18 @@ class _Builder:
             return None
         if not self.ranks.connected:
             raise DistributedOperationError("Dispatching batches needs a process group.")
-        if stack.dispatch_group is None:
-            stack.dispatch_group = Channel.make_group(self.ranks)
         pin = bool(self.loader.pin_memory) and torch.accelerator.is_available()
-        return Channel(self.ranks, stack.dispatch_group, tag=index, pin=pin)
+        return Channel(self.ranks, self._side_group(stack), tag=index, pin=pin)
+
+    def _roll(self, stack: LoaderStack, index: int) -> RollCall | None:
+        if not self.iterable or self.dispatches or self.ranks.size == 1 or not self.ranks.connected:
+            return None
+        return RollCall(self.ranks, self._side_group(stack), index)
+
+    def _side_group(self, stack: LoaderStack) -> dist.ProcessGroup:
+        if stack.side_group is None:
+            stack.side_group = Channel.make_group(self.ranks)
+        return stack.side_group  # type: ignore[no-any-return]
 
     def _feed(self, order: OrderSource | None) -> Feed:
         if self._stream is not None:
