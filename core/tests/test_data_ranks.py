@@ -275,3 +275,30 @@ def test_generators_are_synchronised_at_the_start_of_an_epoch(ranks):
 
     a, b = ranks.run(run)
     assert a[:2] == b[:2] and a[2] != b[2]
+
+
+def test_a_length_that_follows_from_a_drawn_order_is_known_in_its_epoch(ranks):
+    def run():
+        loader = prepare(
+            DataLoader(range(15), batch_sampler=Growing()), split_batches=True, even_batches=False, data_seed=1
+        )
+        with pytest.raises(TypeError, match="once its epoch has begun"):
+            len(loader)
+        lengths = [len(loader) for _ in loader]
+        return len(lengths), set(lengths)
+
+    # Batches of 1, 2, 3, 4 and 5 rows: rank 1 has no part of the first.
+    assert ranks.run(run) == [(5, {5}), (4, {4})]
+
+
+def test_a_length_by_a_function_of_the_samples_themselves():
+    config = DataLoaderConfiguration(
+        data_seed=3, strategy=lambda indices, rank, world: [i for i in indices if i % world == rank]
+    )
+    sampler = RandomSampler(range(9), replacement=True, num_samples=30)
+    for rank in range(2):
+        loader = prepare_data_loader(
+            DataLoader(range(9), sampler=sampler, batch_size=2), num_processes=2, process_index=rank, config=config
+        )
+        for _ in range(3):
+            assert len(loader) == len(list(loader))

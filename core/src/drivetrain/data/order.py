@@ -47,6 +47,8 @@ class OrderSource:
 
     #: Whether the order differs from epoch to epoch.
     shuffles = False
+    #: Whether rank 0 draws it and sends it to the others; else each rank knows it from seed and epoch.
+    is_drawn_by_first = False
 
     def __init__(self, measure: Callable[[], int]) -> None:
         self._measure = measure
@@ -131,6 +133,7 @@ class SamplerOrder(OrderSource):
     """
 
     shuffles = False
+    is_drawn_by_first = True
 
     def __init__(self, sampler: Iterable[Any], *, batches: bool) -> None:
         super().__init__(lambda: len(sampler))  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ class StreamFeed(Feed):
         self._warned = False
 
     def length(self) -> int:
-        """Batches of an epoch, if the data set says how long it is and workers don't split it unevenly."""
+        """Batches of an epoch, if the data set says how long it is. With several workers an estimate, as torch's: who reads what is their matter."""
         rows = self.samples()
         if rows is None:
             return super().length()
