@@ -57,6 +57,7 @@ TOOLS = [
     "pytest-timeout",
     "ruff",
     "scikit-learn",
+    "torchdata",
     "types-psutil",
 ]
 

@@ -441,8 +441,6 @@ def test_a_dataset_that_raises_ahead_does_not_cost_the_batch_before():
 def test_what_cannot_be_honoured_is_refused():
     with pytest.raises(ConfigurationError, match="takes a torch DataLoader"):
         prepare_data_loader([1, 2])
-    with pytest.raises(UnsupportedError, match="in_order"):
-        prepare_data_loader(DataLoader(range(3), num_workers=1, in_order=False))
     with pytest.raises(ConfigurationError, match="can't divide batches of 2"):
         prepare(lambda: DataLoader(range(9), batch_size=2), 3, split_batches=True)
     with pytest.raises(UnsupportedError, match="'contiguous' needs an order"):

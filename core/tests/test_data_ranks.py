@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from drivetrain.data import (
     DataLoaderConfiguration,
@@ -278,23 +277,28 @@ def test_generators_are_synchronised_at_the_start_of_an_epoch(ranks):
     assert a[:2] == b[:2] and a[2] != b[2]
 
 
-def test_a_worker_that_raises_on_one_rank_is_that_ranks_error(ranks):
-    class Breaks(Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, i):
-            if i == 5:
-                raise ValueError("broken item 5")
-            return i
-
+def test_a_length_that_follows_from_a_drawn_order_is_known_in_its_epoch(ranks):
     def run():
-        multiprocessing.current_process()._config["daemon"] = (
-            False  # the pool's ranks are daemons, which may not have workers
+        loader = prepare(
+            DataLoader(range(15), batch_sampler=Growing()), split_batches=True, even_batches=False, data_seed=1
         )
-        loader = prepare(DataLoader(Breaks(), batch_size=2, num_workers=1, multiprocessing_context="fork"))
-        for _ in loader:
-            dist.all_reduce(torch.zeros(1))  # training: rank 0 waits here
+        with pytest.raises(TypeError, match="once its epoch has begun"):
+            len(loader)
+        lengths = [len(loader) for _ in loader]
+        return len(lengths), set(lengths)
 
-    with pytest.raises(RemoteError, match="broken item 5"):
-        ranks.run(run)
+    # Batches of 1, 2, 3, 4 and 5 rows: rank 1 has no part of the first.
+    assert ranks.run(run) == [(5, {5}), (4, {4})]
+
+
+def test_a_length_by_a_function_of_the_samples_themselves():
+    config = DataLoaderConfiguration(
+        data_seed=3, strategy=lambda indices, rank, world: [i for i in indices if i % world == rank]
+    )
+    sampler = RandomSampler(range(9), replacement=True, num_samples=30)
+    for rank in range(2):
+        loader = prepare_data_loader(
+            DataLoader(range(9), sampler=sampler, batch_size=2), num_processes=2, process_index=rank, config=config
+        )
+        for _ in range(3):
+            assert len(loader) == len(list(loader))

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
-import signal
-import time
 import warnings
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from drivetrain.data import DataLoaderConfiguration, prepare_data_loader, skip_first_batches
 from drivetrain.errors import CheckpointError, UnsupportedError
-from drivetrain.testing.workers import RemoteError
 
 
 def prepare(make, world=1, **settings):
@@ -178,20 +172,13 @@ def take_raw(loader, count):
     return result
 
 
-def test_resume_reads_nothing_and_takes_the_same_time_everywhere():
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_resume_reads_nothing_of_what_was_seen(share):
     data = Reads(1_000_000)
     loader = prepare(lambda: DataLoader(data, batch_size=10, shuffle=True))[0]
-    times = {}
-    for share in (0.0, 0.9):
-        state = {**saved(loader), "epoch": 0, "taken": int(share * 100_000), "layout": None, "fingerprint": None}
-        again = prepare(lambda: DataLoader(data, batch_size=10, shuffle=True))[0]
-        data.count = 0
-        again.load_state_dict(state)
-        start = time.perf_counter()
-        next(iter(again))
-        times[share] = time.perf_counter() - start
-        assert data.count == 10
-    assert times[0.9] < 3 * times[0.0] + 0.05
+    loader.load_state_dict({**saved(loader), "taken": int(share * 100_000)})
+    batch = next(iter(loader))
+    assert data.count == len(batch) == 10
 
 
 def test_position_is_what_the_loop_received():
@@ -340,9 +327,22 @@ def test_seeded_samplers_resume():
 # -- iterable data sets ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [Plain, Stateful])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "world"),
+    [
+        (Plain, 0, 1),
+        (Plain, 2, 2),
+        (Stateful, 0, 2),
+        (Stateful, 2, 1),
+        pytest.param(Plain, 0, 2, marks=FULL),
+        pytest.param(Plain, 2, 1, marks=FULL),
+        pytest.param(Stateful, 0, 1, marks=FULL),
+        pytest.param(Stateful, 2, 2, marks=FULL),
+    ],
+)
 def test_streams_resume_in_order(kind, workers, world):
     def fresh():
         return prepare(lambda: DataLoader(kind(37), batch_size=3, num_workers=workers), world)
@@ -417,42 +417,6 @@ def test_streams_that_draw_are_common_and_repeat_on_resume(workers):
     again = fresh()[1]
     again.load_state_dict(saved(loader))
     assert take_raw(again, None) == b[3:]
-
-
-# -- killed and resumed ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "settings"), [(3, 2, {"dispatch_batches": True}), (2, 3, {"strategy": "contiguous"})]
-)
-def test_killed_at_a_step_and_resumed_at_another_world_size(workers, tmp_path, before, after, settings):
-    def run(state, stop, log):
-        loader = prepare_data_loader(
-            DataLoader(range(50), batch_size=3, shuffle=True),
-            num_processes=dist.get_world_size(),
-            process_index=dist.get_rank(),
-            config=DataLoaderConfiguration(**settings),
-        )
-        if state is not None:
-            loader.load_state_dict(state)
-        with Path(f"{log}.{dist.get_rank()}").open("a") as file:
-            for batch in loader:
-                new = loader.batch.round.new[dist.get_rank()]
-                file.write("".join(f"{i} " for i in batch.tolist()[:new]))
-                file.flush()
-                if loader.batch.index + 1 == stop:
-                    if dist.get_rank() == 0:
-                        Path(f"{log}.state").write_text(json.dumps(loader.state_dict()))
-                    dist.barrier()
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-    log = tmp_path / "seen"
-    with pytest.raises(RemoteError):
-        workers(before).run(run, None, 3, str(log))
-    state = json.loads((tmp_path / "seen.state").read_text())
-    workers(after).run(run, state, None, str(log))
-    rows = [int(i) for r in range(3) for i in (tmp_path / f"seen.{r}").read_text().split()]
-    assert sorted(rows) == list(range(50))
 
 
 def test_state_is_plain_and_independent_of_the_loader():

@@ -43,14 +43,66 @@ class Nothing(Images):
 
 
 class Stream(IterableDataset):
-    """Rows of ``width`` floats."""
+    """A map-style data set read from its start; has no length."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return (self.rows[i] for i in range(len(self.rows)))
+
+
+class Rows(Dataset):
+    """The same row of ``width`` floats again and again."""
 
     def __init__(self, length, width):
         self.length = length
         self.row = torch.zeros(width)
 
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return self.row
+
+
+class Sentences(Dataset):
+    """Token numbers, from 1 to 200 of them."""
+
+    def __init__(self, length):
+        self.lengths = np.random.default_rng(0).integers(1, 200, length).tolist()
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return torch.arange(self.lengths[index])
+
+
+class ByLength:
+    """A batch sampler: batches of sentences of about one length, at most 8192 tokens each."""
+
+    def __init__(self, lengths):
+        self.batches = [[]]
+        for index in np.argsort(lengths).tolist():
+            if (len(self.batches[-1]) + 1) * lengths[index] > 8192:
+                self.batches.append([])
+            self.batches[-1].append(index)
+
+    def __len__(self):
+        return len(self.batches)
+
     def __iter__(self):
-        return (self.row for _ in range(self.length))
+        return iter(self.batches)
+
+
+def padded(sentences):
+    return torch.nn.utils.rnn.pad_sequence(sentences, batch_first=True)
+
+
+def bucketed():
+    data = Sentences(6000)
+    return DataLoader(data, batch_sampler=ByLength(data.lengths), collate_fn=padded)
 
 
 # -- plain iteration -------------------------------------------------------------------------------------------------------
@@ -70,26 +122,36 @@ def _epoch(loader):
 def iteration(blocks):
     """Interleaved epochs of the same loader, bare and prepared, in changing order."""
     rows = []
+    images = Images(6400, 3, 32, 32)
     for name, target, make in (
         (
             "nothing to read (the loader's own cost)",
             None,
             lambda: DataLoader(Nothing(500, 1), collate_fn=lambda r: r[0]),
         ),
-        ("64 rows of 3x32x32", 1.03, lambda: DataLoader(Images(6400, 3, 32, 32), batch_size=64, shuffle=True)),
+        ("64 rows of 3x32x32", 1.03, lambda: DataLoader(images, batch_size=64, shuffle=True)),
         ("32 rows of 3x224x224", 1.03, lambda: DataLoader(Images(960, 3, 224, 224), batch_size=32, shuffle=True)),
+        ("sentences in batches by length, padded", 1.03, bucketed),
+        ("ragged: 64 sentences in a list", 1.03, lambda: DataLoader(Sentences(6400), batch_size=64, collate_fn=list)),
+        ("a stream without a length, 64 rows of 3x32x32", 1.03, lambda: DataLoader(Stream(images), batch_size=64)),
     ):
-        bare, prepared = make(), prepare_data_loader(make(), device="cpu")
-        series = ([], [])
+        loaders = [make(), prepare_data_loader(make(), device="cpu")]
+        if HAS_ACCELERATE:
+            from accelerate import Accelerator
+
+            loaders.append(Accelerator(cpu=True).prepare(make()))
+        series = [[] for _ in loaders]
         for block in range(blocks + 1):
-            for place in (0, 1) if block % 2 else (1, 0):
-                value = _epoch((bare, prepared)[place])
+            for place in range(len(loaders)) if block % 2 else reversed(range(len(loaders))):
+                value = _epoch(loaders[place])
                 if block:
                     series[place].append(value)
         section = "plain iteration, prepared against bare"
         rows.append(Row(section, name, stats.ratio(series[1], series[0]), target=target))
         rows.append(Row(section, "  per batch, bare", stats.median(series[0]), "us"))
         rows.append(Row(section, "  per batch, more when prepared", stats.overhead(series[1], series[0]), "us"))
+        if HAS_ACCELERATE:
+            rows.append(Row(section, "  per batch, more by Accelerate", stats.overhead(series[2], series[0]), "us"))
     return rows
 
 
@@ -153,8 +215,11 @@ def resuming(blocks):
 # -- dispatching -----------------------------------------------------------------------------------------------------------
 
 
-def _dispatch(peer, steps, size, width, epochs):
-    """Seconds per epoch and bytes received, on every rank of a pool."""
+def _dispatch(peers, make, epochs):
+    """On a rank of a pool: of each peer's epochs, time and CPU time per step in milliseconds; bytes received for each byte used.
+
+    Peers take turns. The time of a step is the tenth percentile of an epoch's, which other work on the machine hardly moves.
+    """
     import torch.distributed as dist
 
     received = [0]
@@ -171,19 +236,26 @@ def _dispatch(peer, steps, size, width, epochs):
 
     for name in ("irecv", "broadcast"):
         setattr(dist, name, counting(name))
+    loaders = {peer: _prepared(peer, make()) for peer in peers}
+    times, cpu, shares = {peer: [] for peer in peers}, {peer: [] for peer in peers}, {}
     try:
-        data = DataLoader(Stream(steps * size * dist.get_world_size(), width), batch_size=size)
-        loader = _prepared(peer, data)
-        times = []
-        for _ in range(epochs):
-            dist.barrier()
-            start = time.perf_counter()
-            used = sum(batch.numel() * batch.element_size() for batch in loader)
-            times.append(time.perf_counter() - start)
+        for epoch in range(epochs + 1):
+            for peer in peers if epoch % 2 else reversed(peers):
+                received[0] = used = 0
+                dist.barrier()
+                start, marks = time.process_time(), [time.perf_counter()]
+                for batch in loaders[peer]:
+                    tensors = batch if isinstance(batch, list) else [batch]
+                    used += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+                    marks.append(time.perf_counter())
+                if epoch:
+                    times[peer].append(float(np.quantile(np.diff(marks), 0.1)) * 1000)
+                    cpu[peer].append((time.process_time() - start) / (len(marks) - 1) * 1000)
+                shares[peer] = received[0] / used
     finally:
         for name, function in originals.items():
             setattr(dist, name, function)
-    return times[1:], received[0] / epochs, used
+    return times, cpu, shares
 
 
 def _prepared(peer, loader):
@@ -203,25 +275,37 @@ def _prepared(peer, loader):
 
 
 def dispatching(epochs, world=2):
-    """Streams read by rank 0 for all."""
+    """Data read by rank 0 for all."""
     rows = []
-    peers = {"drivetrain": "ahead", "drivetrain, prefetch=0": "plain"}
-    if HAS_ACCELERATE:
-        peers["Accelerate"] = "accelerate"
+    kinds = (
+        ("batches of 1 KB per rank", 1.5, lambda: DataLoader(Stream(Rows(6400, 16)), batch_size=16)),
+        ("batches of 50 KB per rank", 1.02, lambda: DataLoader(Stream(Rows(6400, 784)), batch_size=16)),
+        ("batches of 4 MB per rank", 1.01, lambda: DataLoader(Stream(Rows(640, 65536)), batch_size=16)),
+        (
+            "ragged, 16 sentences in a list",
+            1.2,
+            lambda: DataLoader(Stream(Sentences(3200)), batch_size=16, collate_fn=list),
+        ),
+    )
     with WorkerPool(world, timeout=300) as pool:
-        for width, text in ((16, "batches of 1 KB per rank"), (65536, "batches of 4 MB per rank")):
-            steps = 200 if width == 16 else 20
+        for text, target, make in kinds:
+            peers = {"ahead": "drivetrain", "plain": "drivetrain, prefetch=0"}
+            if HAS_ACCELERATE and "ragged" not in text:  # it slices each sentence instead of the list
+                peers["accelerate"] = "Accelerate"
             section = f"dispatching to {world} ranks, {text}"
-            for name, peer in peers.items():
-                ranks = pool.run(_dispatch, peer, steps, 16, width, epochs + 1)
-                slowest = np.max([times for times, _, _ in ranks], axis=0) / steps * 1000
-                _, received, used = ranks[-1]
-                rows.append(Row(section, f"{name}: time per step", stats.median(slowest.tolist()), "ms"))
-                share = stats.median([received / used] * 2)
-                target = 1.5 if width == 16 else 1.01
-                rows.append(
-                    Row(section, f"{name}: bytes received / used", share, target=target if "drive" in name else None)
-                )
+            ranks = pool.run(_dispatch, list(peers), make, epochs)
+            slowest = {peer: np.max([times[peer] for times, _, _ in ranks], axis=0).tolist() for peer in peers}
+            cpu = {peer: np.sum([used[peer] for _, used, _ in ranks], axis=0).tolist() for peer in peers}
+            for peer, name in peers.items():
+                rows.append(Row(section, f"{name}: time per step", stats.median(slowest[peer]), "ms"))
+                rows.append(Row(section, f"{name}: CPU time per step, all ranks", stats.median(cpu[peer]), "ms"))
+                if peer != "accelerate" and "accelerate" in peers:
+                    for what, series in (("time", slowest), ("CPU time", cpu)):
+                        ratio = stats.ratio(series[peer], series["accelerate"])
+                        rows.append(Row(section, f"{name}: {what} / Accelerate's", ratio, target=1.0))
+                share = stats.median([ranks[-1][2][peer]] * 2)
+                wanted = None if peer == "accelerate" else target
+                rows.append(Row(section, f"{name}: bytes received / used", share, target=wanted))
     return rows
 
 

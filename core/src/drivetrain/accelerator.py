@@ -22,6 +22,7 @@ from drivetrain._engine.optimizer import PreparedOptimizer
 from drivetrain._engine.plan import PreparePlan
 from drivetrain._engine.prepare import PreparedObjects, kind_of
 from drivetrain._engine.scheduler import PreparedScheduler
+from drivetrain._engine.uneven import UnevenGuard
 from drivetrain.config.handlers import ProfileKwargs
 from drivetrain.data.config import DataLoaderConfiguration
 from drivetrain.errors import ConfigurationError
@@ -114,6 +115,8 @@ class Accelerator(
         self.device_placement = parts.plan.settings.device_placement
         self.gradient_state: Accumulator = parts.accumulator
         self._objects = PreparedObjects()
+        if self.gradient_state.gradient_world_size > 1:
+            self._loader_stack.guard = UnevenGuard(self.gradient_state, self._objects.by_kind["model"])
         self._custom_objects: list[Any] = []
         if parts.plan.trackers or parts.plan.tracker_objects:
             self._hub  # noqa: B018 - what is wrong with trackers that were asked for is said here, not at the first log

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from drivetrain.errors import ConfigurationError, UnsupportedError
+from drivetrain.errors import ConfigurationError, DistributedOperationError, UnsupportedError
+from drivetrain.parallel._groups import describe_failure, is_lost_connection
 from drivetrain.specs import Capability
 
 if TYPE_CHECKING:
@@ -334,7 +335,13 @@ class Accumulator:
             raise ConfigurationError(
                 f"backward(reduction={reduction!r}): use 'mean', or 'sum' together with weight=, the number of items in the loss."
             )
-        self.backend.backward(window.weigh(loss, weight, summed=reduction == "sum"), window, **kwargs)
+        loss = window.weigh(loss, weight, summed=reduction == "sum")
+        try:
+            self.backend.backward(loss, window, **kwargs)
+        except RuntimeError as error:
+            if self.gradient_world_size > 1 and is_lost_connection(error):
+                raise DistributedOperationError(describe_failure("backward", None, error)) from error
+            raise
 
     def finalize(self, optimizer: Any, parameters: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Make an optimizer's gradients those of the big batch, unscaled; cheap when there is nothing to do."""

@@ -41,6 +41,7 @@ class BatchInfo:
         rank_rows: The same for every rank that holds different data, by rank; None if unknown.
         is_last: Whether it is this rank's last of the epoch.
         round: What is known about samples received and repeated, for metrics; None if unknown.
+        ended: Ranks that are known to have no more batches where ``round`` is unknown.
 
     Example:
         >>> BatchInfo(0, 4, (4, 3), False, None).rank_rows
@@ -52,6 +53,19 @@ class BatchInfo:
     rank_rows: tuple[int, ...] | None
     is_last: bool
     round: Round | None
+    ended: tuple[int, ...] = ()
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """Ranks that have no batch at this step, as far as known.
+
+        Example:
+            >>> BatchInfo(0, 4, (4, 0), True, Round((4, 0), (4, 0), (4, 0))).absent
+            (1,)
+        """
+        if self.round is None:
+            return self.ended
+        return tuple(rank for rank, count in enumerate(self.round.received) if count == 0)
 
 
 @dataclass(frozen=True, slots=True)

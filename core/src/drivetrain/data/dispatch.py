@@ -1,9 +1,10 @@
 """Rank 0 reads and sends each rank its own part, and nothing else.
 
 Messages go point to point over a gloo group of their own, so that they neither wait for nor disturb the training group's collectives. A step
-is one header (kind, bytes) and one payload: the pickled skeleton of the batch, and the bytes of its tensors. Rank 0 reads one step ahead and
-announces it before it hands out the present one: so every rank knows whether the present batch is its last, can have the next one
-travel meanwhile, and gets an error of rank 0's data set instead of waiting for ever.
+is one header (kind, bytes) and one payload: the pickled skeleton of the batch, and the bytes of its tensors. A small payload travels with its
+header, since each message costs two more turns of the operating system's scheduler: whether it will is decided by the payload before, which
+both sides know. Rank 0 reads one step ahead and announces it before it hands out the present one: so every rank knows whether the present
+batch is its last, can have the next one travel meanwhile, and gets an error of rank 0's data set instead of waiting for ever.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ __all__ = ["Channel", "Delivery", "Step", "follow", "pack", "serve", "unpack"]
 
 _DATA, _END, _ERROR = 0, 1, 2
 _ALIGNMENT = 16
+#: Bytes of a header: two int64. A multiple of the alignment, so that what follows it is aligned.
+_HEADER = 16
+#: Payloads up to so many bytes make room for the next one in its header's message: the most that is sent in vain when payloads shrink.
+_SMALL = 1 << 12
 
 
 class Step(NamedTuple):
@@ -101,8 +106,12 @@ class _Unpickler(pickle.Unpickler):
         return self._made[offset]
 
 
-def pack(value: Any) -> torch.Tensor:
+def pack(value: Any, *, before: int = 0) -> torch.Tensor:
     """Any picklable structure as a uint8 tensor: the skeleton's length, the skeleton, then the tensors' bytes.
+
+    Args:
+        value: The structure.
+        before: Bytes to leave free before it, a multiple of 16.
 
     Example:
         >>> batch = {"x": torch.arange(3), "ragged": [torch.ones(2), torch.ones(1)], "name": "a", "none": None}
@@ -113,10 +122,10 @@ def pack(value: Any) -> torch.Tensor:
     pickler = _Pickler(file)
     pickler.dump(value)
     skeleton = file.getbuffer()
-    start = -(-(8 + len(skeleton)) // _ALIGNMENT) * _ALIGNMENT
-    data = torch.zeros(start + pickler.size, dtype=torch.uint8)
-    data[:8] = torch.tensor([len(skeleton)]).view(torch.uint8)
-    data[8 : 8 + len(skeleton)] = torch.frombuffer(skeleton, dtype=torch.uint8)
+    start = before + -(-(8 + len(skeleton)) // _ALIGNMENT) * _ALIGNMENT
+    data = torch.empty(start + pickler.size, dtype=torch.uint8)
+    data[before : before + 8] = torch.tensor([len(skeleton)]).view(torch.uint8)
+    data[before + 8 : before + 8 + len(skeleton)] = torch.frombuffer(skeleton, dtype=torch.uint8)
     for tensor in pickler.tensors:
         size = tensor.numel() * tensor.element_size()
         if size:
@@ -175,19 +184,17 @@ class Channel:
             raise self._lost(rank) from error
         return _Sending(self, rank, work, data)
 
-    def receive(self, size: int, dtype: torch.dtype = torch.uint8) -> _Sending:
-        """Start receiving from rank 0."""
-        data = torch.empty(size, dtype=dtype, pin_memory=self.pin and dtype is torch.uint8)
+    def receive(self, data: torch.Tensor) -> _Sending:
+        """Start receiving from rank 0 into a tensor."""
         try:
             work = dist.irecv(data, group=self.group, tag=self.tag, group_src=0)
         except RuntimeError as error:
             raise self._lost(0) from error
         return _Sending(self, 0, work, data)
 
-    def receive_header(self) -> tuple[int, int]:
-        """Kind and bytes of the next step."""
-        kind, size = self.receive(2, torch.int64).wait().tolist()
-        return kind, size
+    def memory(self, size: int) -> torch.Tensor:
+        """So many bytes to receive into."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self.pin)
 
     def _lost(self, rank: int) -> DistributedOperationError:
         return DistributedOperationError(
@@ -214,34 +221,53 @@ class _Sending:
         return self.data
 
 
+def _room(payload: int) -> int:
+    """Bytes of the header's message that follows such a payload: with room for one of the same size, if it is small."""
+    return _HEADER + payload if payload <= _SMALL else _HEADER
+
+
 class _Announcement:
     """Rank 0's messages about one step.
 
     Everything is packed before anything is sent: a batch that can't be pickled raises here and leaves the others' messages in order.
+
+    Args:
+        channel: To the others.
+        rooms: Bytes that each rank's next header has, of those that get one.
+        step: The step; None at the end.
+        failure: Why there is none.
     """
 
-    def __init__(self, channel: Channel, live: set[int], step: Step | None, failure: Exception | None) -> None:
+    def __init__(self, channel: Channel, rooms: dict[int, int], step: Step | None, failure: Exception | None) -> None:
         self._channel = channel
-        messages: list[tuple[int, int, torch.Tensor | None]] = []
-        for rank in sorted(live):
+        messages: list[tuple[int, int, torch.Tensor]] = []
+        for rank in rooms:
             if failure is not None:
-                messages.append((rank, _ERROR, pack(f"{type(failure).__name__}: {failure}")))
+                text = f"{type(failure).__name__}: {failure}"
+                messages.append((rank, _ERROR, pack(text, before=_HEADER)))
             elif step is None or step.round.received[rank] == 0:
-                messages.append((rank, _END, None))
+                messages.append((rank, _END, torch.empty(_HEADER, dtype=torch.uint8)))
             else:
-                messages.append((rank, _DATA, pack((step.round, step.parts[rank]))))
-        self._payloads = [(rank, payload) for rank, _, payload in messages if payload is not None]
+                messages.append((rank, _DATA, pack((step.round, step.parts[rank]), before=_HEADER)))
+        self._rests: list[tuple[int, torch.Tensor]] = []
         self._sending = []
-        for rank, kind, payload in messages:
-            self._sending.append(channel.send(rank, torch.tensor([kind, 0 if payload is None else payload.numel()])))
+        for rank, kind, message in messages:
+            room, size = rooms[rank], message.numel() - _HEADER
+            message[:_HEADER] = torch.tensor([kind, size]).view(torch.uint8)
+            missing = room - message.numel()
+            first = message[:room] if missing <= 0 else torch.cat([message, message.new_zeros(missing)])
+            self._sending.append(channel.send(rank, first))
+            if missing < 0:
+                self._rests.append((rank, message[room:]))
+            rooms[rank] = _room(size)
             if kind == _END:
-                live.discard(rank)
+                del rooms[rank]
 
     def send(self) -> None:
-        """Start the payloads."""
-        for rank, payload in self._payloads:
-            self._sending.append(self._channel.send(rank, payload))
-        self._payloads = []
+        """Start what had no room beside the headers."""
+        for rank, rest in self._rests:
+            self._sending.append(self._channel.send(rank, rest))
+        self._rests = []
 
     def wait(self) -> None:
         """Until every rank has its own."""
@@ -261,18 +287,18 @@ def serve(channel: Channel, steps: Iterator[Step], *, ahead: bool) -> Iterator[D
     Raises:
         Exception: What ``steps`` raises, after the steps before it were handed out; the other ranks are told.
     """
-    live = set(range(1, channel.ranks.size))
+    rooms = dict.fromkeys(range(1, channel.ranks.size), _HEADER)
 
     def read() -> tuple[Step | None, Exception | None, _Announcement]:
         step, failure = None, None
         try:
             step = next(steps, None)
-            news = _Announcement(channel, live, step, None)  # a batch that can't be pickled fails here
+            news = _Announcement(channel, rooms, step, None)  # a batch that can't be pickled fails here
         except DistributedOperationError:
             raise
         except Exception as error:
             step, failure = None, error
-            news = _Announcement(channel, live, None, error)
+            news = _Announcement(channel, rooms, None, error)
         if ahead or failure is not None:
             news.send()
         return step, failure, news
@@ -294,27 +320,62 @@ def serve(channel: Channel, steps: Iterator[Step], *, ahead: bool) -> Iterator[D
             news.wait()
 
 
+class _Arrival:
+    """What rank 0 announces about the next step, and its payload.
+
+    Args:
+        channel: From rank 0.
+        room: Bytes of the header's message.
+        ahead: Whether to start receiving at once what had no room beside the header.
+    """
+
+    def __init__(self, channel: Channel, room: int, *, ahead: bool) -> None:
+        self._channel = channel
+        self._first = channel.receive(channel.memory(room)).wait()
+        self.kind, size = self._first[:_HEADER].view(torch.int64).tolist()
+        self.next_room = _room(size)
+        self._whole = self._first
+        self._rest: _Sending | None = None
+        self._missing = max(_HEADER + size - room, 0) if self.kind != _END else 0
+        if self._missing and (ahead or self.kind == _ERROR):
+            self._receive()
+
+    def _receive(self) -> None:
+        room = self._first.numel()
+        self._whole = self._channel.memory(room + self._missing)
+        if room > _HEADER:
+            self._whole[_HEADER:room] = self._first[_HEADER:]
+        self._rest = self._channel.receive(self._whole[room:])
+
+    def payload(self) -> Any:
+        """What came, once it is here."""
+        if self._missing and self._rest is None:
+            self._receive()
+        self.finish()
+        return unpack(self._whole[_HEADER:])
+
+    def finish(self) -> None:
+        """Wait for what is under way."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            self._missing = 0
+            rest.wait()
+
+
 def follow(channel: Channel, *, ahead: bool) -> Iterator[Delivery]:
     """The other ranks' side: yield what rank 0 sends.
 
     Raises:
         DistributedOperationError: If rank 0's data set raised, with its message, or rank 0 is gone.
     """
-    kind, size = channel.receive_header()
-    coming = channel.receive(size) if size and (ahead or kind == _ERROR) else None
+    coming = _Arrival(channel, _HEADER, ahead=ahead)
     try:
-        while kind == _DATA:
-            coming = coming or channel.receive(size)
-            cut, batch = unpack(coming.wait())
-            coming = None
-            kind, size = channel.receive_header()
-            coming = channel.receive(size) if size and (ahead or kind == _ERROR) else None
-            yield Delivery(batch, cut, kind == _END)
-        if kind == _ERROR:
-            assert coming is not None
-            text, coming = unpack(coming.wait()), None
-            raise DistributedOperationError(f"Reading data failed on rank 0, which reads for all: {text}")
+        while coming.kind == _DATA:
+            cut, batch = coming.payload()
+            coming = _Arrival(channel, coming.next_room, ahead=ahead)
+            yield Delivery(batch, cut, coming.kind == _END)
+        if coming.kind == _ERROR:
+            raise DistributedOperationError(f"Reading data failed on rank 0, which reads for all: {coming.payload()}")
     finally:
-        if coming is not None:
-            with contextlib.suppress(DistributedOperationError):
-                coming.wait()
+        with contextlib.suppress(DistributedOperationError):
+            coming.finish()

@@ -16,6 +16,7 @@ from drivetrain.data.dispatch import Channel, Delivery
 from drivetrain.data.plan import Layout
 from drivetrain.data.ranks import Ranks
 from drivetrain.data.reader import SourceReader
+from drivetrain.data.rollcall import RollCall
 from drivetrain.data.state import Progress
 from drivetrain.interfaces.data_sharding import DataSharding
 from drivetrain.parallel.structure import ignorant_find_batch_size, slice_tensors
@@ -43,6 +44,7 @@ class Context:
         slice_fn: The user's way to cut a global batch when dispatching.
         dataset: The user's.
         samplers: The user's, if any.
+        roll: Where ranks that read streams tell each other whether they have another batch.
     """
 
     reader: SourceReader
@@ -55,6 +57,7 @@ class Context:
     slice_fn: Callable[..., Any] | None
     dataset: Any
     samplers: tuple[Any, ...]
+    roll: RollCall | None = None
 
     def current_layout(self) -> Layout:
         """How the next epoch is cut."""

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import IterableDataset, get_worker_info
+import torch
+from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from drivetrain.data.batch import Round
 from drivetrain.data.plan import Layout, cut_round
@@ -123,6 +125,8 @@ class RoundStream(IterableDataset[Packet]):
         self._whole = whole
         #: Set before an iteration, used up by it.
         self.resume: Resume | None = None
+        #: Set before an iteration: what the random pipes of a DataPipe are seeded with.
+        self.epoch_seed = 0
         self._layout = layout
         self._full = Round(layout.shares, layout.shares, layout.shares)
 
@@ -159,6 +163,7 @@ class RoundStream(IterableDataset[Packet]):
 
     def _rows(self, worker: int, workers: int, resume: Resume | None) -> Iterator[Any]:
         """The user's samples, from where the stream was left."""
+        self._set_up_pipes(worker, workers)
         position = None if resume is None else resume.positions.get(worker)
         if resume is None or position is None:
             return iter(self.dataset)
@@ -176,6 +181,20 @@ class RoundStream(IterableDataset[Packet]):
             deque(islice(rows, skip), maxlen=0)
         assert rows is not None
         return rows
+
+    @property
+    def is_pipe(self) -> bool:
+        """Whether the data set is a DataPipe, which must be told each epoch's seed."""
+        return isinstance(self.dataset, IterDataPipe)
+
+    def _set_up_pipes(self, worker: int, workers: int) -> None:
+        """What torch's loader does for a DataPipe, except for ranks: these divide its rounds.
+
+        ``sharding_filter`` divides it over workers, and shuffling pipes draw the same order in all of them.
+        """
+        if self.is_pipe:
+            apply_sharding(self.dataset, workers, worker)
+            apply_random_seed(self.dataset, torch.Generator().manual_seed(self.epoch_seed))
 
     def _payload(self, chunk: list[Any], first: list[Any]) -> tuple[Any] | None:
         """What this rank, or all ranks, get of a round; None if the rank whose batch it is gets none."""

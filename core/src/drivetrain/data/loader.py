@@ -91,8 +91,12 @@ class PreparedDataLoader(DataLoader[T_co]):
         if parts.placement.overlaps:
             feed, place = parts.placement.overlapped(feed), None
         attributes["_ended"] = False
+        guard = stack.guard if parts.context.config.even_batches is False else None
         try:
             for batch, info in feed:
+                if guard is not None and info.absent:
+                    guard.watch(self)
+                    guard = None
                 if place is not None:
                     batch = place(batch)
                 attributes["batch"] = info
@@ -107,6 +111,8 @@ class PreparedDataLoader(DataLoader[T_co]):
             attributes["batch"] = None
             attributes["_skip"] = None
             stack.leave(self)
+            if stack.guard is not None:
+                stack.guard.release(self)
             feed.close()  # type: ignore[attr-defined]
 
     def _pairs(self, skip: int | None) -> Pairs:

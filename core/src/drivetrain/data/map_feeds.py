@@ -11,7 +11,7 @@ from drivetrain.data.batch import BatchInfo, WindowPlan
 from drivetrain.data.dispatch import Step, follow, serve
 from drivetrain.data.feeds import WORKERS, Context, Feed, Pairs, cut_batch
 from drivetrain.data.order import OrderSource, permuted
-from drivetrain.data.plan import Layout, Order, Plan, make_plan, remaining_order
+from drivetrain.data.plan import Layout, Order, Plan, is_built_in, make_plan, remaining_order
 from drivetrain.data.random import derive_seed
 from drivetrain.data.reader import END, ahead_of
 from drivetrain.data.samplers import SamplerStream, items_per_round
@@ -36,15 +36,37 @@ class MapFeed(Feed):
         self._plan: Plan | None = None
         self._lengths: tuple[Any, tuple[int, ...]] | None = None
 
-    def length(self) -> int:  # noqa: D102
+    def length(self) -> int:
+        """Batches of the present epoch on this rank.
+
+        Raises:
+            TypeError: If it follows from an order that only rank 0's sampler knows, before the epoch has begun.
+        """
         layout = self.context.current_layout()
-        key = (self.order.length, layout)
+        key = self._length_key(layout)
         if self._lengths is None or self._lengths[0] != key:
-            stand_in: Order = range(self.order.length)
-            if layout.unit == "batches":
-                stand_in = [list(range(self.context.ranks.size)) for _ in stand_in]
-            self._lengths = (key, make_plan(stand_in, layout, self.context.sharding).steps)
+            self._lengths = (key, make_plan(self._order_to_measure(layout), layout, self.context.sharding).steps)
         return self._lengths[1][self.context.ranks.index]
+
+    def _length_key(self, layout: Layout) -> Any:
+        """What lengths follow from."""
+        return self.order.length, layout, self.context.progress.epoch if self._measures_order(layout) else None
+
+    def _measures_order(self, layout: Layout) -> bool:
+        """Whether lengths follow from the order itself, not from how long it is alone."""
+        leaves_out_empty_parts = layout.unit == "batches" and layout.split and layout.even == "none"
+        return leaves_out_empty_parts or not is_built_in(self.context.sharding)
+
+    def _order_to_measure(self, layout: Layout) -> Order:
+        if not self._measures_order(layout):
+            stand_in: Order = range(self.order.length)
+            return [list(range(self.context.ranks.size)) for _ in stand_in] if layout.unit == "batches" else stand_in
+        if self.order.is_drawn_by_first and self.context.ranks.size > 1:
+            raise TypeError(
+                "How many batches this rank gets follows from the order that rank 0's sampler draws: the loader has a length once its epoch has "
+                "begun. Use even_batches=True, or a strategy of core, for a length before that."
+            )
+        return self.order.draw(self.context.progress.seed, self.context.progress.epoch, self.context.ranks)
 
     def samples(self) -> int | None:  # noqa: D102
         return self.order.length if self.context.layout.unit == "samples" else None
@@ -67,7 +89,7 @@ class MapFeed(Feed):
             plan = self._plan_epoch()
         self._plan = plan
         if not progress.segments:
-            self._lengths = ((self.order.length, plan.layout), plan.steps)
+            self._lengths = (self._length_key(plan.layout), plan.steps)
         start = progress.taken
         if context.channel is not None:
             return self._dispatched(plan, start)

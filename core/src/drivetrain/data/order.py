@@ -47,6 +47,8 @@ class OrderSource:
 
     #: Whether the order differs from epoch to epoch.
     shuffles = False
+    #: Whether rank 0 draws it and sends it to the others; else each rank knows it from seed and epoch.
+    is_drawn_by_first = False
 
     def __init__(self, measure: Callable[[], int]) -> None:
         self._measure = measure
@@ -131,6 +133,7 @@ class SamplerOrder(OrderSource):
     """
 
     shuffles = False
+    is_drawn_by_first = True
 
     def __init__(self, sampler: Iterable[Any], *, batches: bool) -> None:
         super().__init__(lambda: len(sampler))  # type: ignore[arg-type]
@@ -211,9 +214,10 @@ def permuted(order: Order, seed: int, epoch: int) -> Order:
 
 
 def _is_torchs(sampler: Any, cls: type) -> bool:
-    """Whether a sampler is of torch's class, or of the subclass by which torchdata makes it stateful: no subclass with an order of its own."""
+    """Whether a sampler is of torch's class, or torchdata's of that name that has a state: no other with an order of its own."""
     kind = type(sampler)
-    return kind is cls or (issubclass(kind, cls) and kind.__module__.startswith("torchdata.stateful_dataloader"))
+    names = (cls.__name__, f"Stateful{cls.__name__}")
+    return kind is cls or (kind.__module__.startswith("torchdata.stateful_dataloader") and kind.__name__ in names)
 
 
 def has_own_batches(loader: DataLoader[Any]) -> bool:
@@ -254,7 +258,7 @@ def order_of(loader: DataLoader[Any], *, world: int) -> OrderSource | None:
             data = sampler.data_source
             draws = None if sampler._num_samples is None else lambda: sampler.num_samples if len(data) else 0
             return RandomOrder(lambda: len(data), draws, replacement=sampler.replacement)
-        if type(sampler) is DistributedSampler:
+        if _is_torchs(sampler, DistributedSampler):
             return _divided(sampler, world)
     _refuse_sharding(sampler)
     try:

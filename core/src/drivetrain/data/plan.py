@@ -21,7 +21,17 @@ from drivetrain.data.shardings import Contiguous, FunctionSharding, GlobalShuffl
 from drivetrain.errors import ConfigurationError
 from drivetrain.interfaces.data_sharding import DataSharding
 
-__all__ = ["Layout", "ListPlan", "Order", "Plan", "UniformPlan", "cut_round", "make_plan", "remaining_order"]
+__all__ = [
+    "Layout",
+    "ListPlan",
+    "Order",
+    "Plan",
+    "UniformPlan",
+    "cut_round",
+    "is_built_in",
+    "make_plan",
+    "remaining_order",
+]
 
 #: An epoch's samples or batches in order: a range, an int64 array, or a list of anything.
 Order: TypeAlias = "range | np.ndarray[Any, np.dtype[np.int64]] | list[Any]"
@@ -281,6 +291,11 @@ class ListPlan(Plan):
         return [batch for batch in left if batch]
 
 
+def is_built_in(sharding: DataSharding) -> bool:
+    """Whether a strategy is one of core's, which look at places alone."""
+    return type(sharding) in (Interleaved, GlobalShuffle, Contiguous)
+
+
 _NOTHING_TO_DEAL = (
     "split_batches=True divides each batch over the ranks, so the strategy {0!r} has no batches to give away. "
     "Use strategy='auto', or split_batches=False."
@@ -301,7 +316,7 @@ def make_plan(order: Order, layout: Layout, sharding: DataSharding) -> Plan:
         >>> plan.indices(0, 0), plan.indices(0, 1), plan.steps
         ([0, 1], [4, 5], (2, 1))
     """
-    built_in = type(sharding) in (Interleaved, GlobalShuffle, Contiguous)
+    built_in = is_built_in(sharding)
     if layout.unit != "batches" and built_in:
         return UniformPlan(order, layout, contiguous=type(sharding) is Contiguous)
     if layout.unit == "batches" and layout.split:

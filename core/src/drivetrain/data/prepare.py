@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, MapDataPipe
+from torch.utils.data.graph import traverse_dps
+from torch.utils.data.graph_settings import get_all_graph_pipes
 
 from drivetrain.data.config import DataLoaderConfiguration
 from drivetrain.data.dispatch import Channel
@@ -22,6 +24,7 @@ from drivetrain.data.plan import Layout
 from drivetrain.data.random import derive_seed
 from drivetrain.data.ranks import Ranks
 from drivetrain.data.reader import SourceReader
+from drivetrain.data.rollcall import RollCall
 from drivetrain.data.samplers import IndexSource, source_loader
 from drivetrain.data.seeding import BatchSeeder
 from drivetrain.data.shardings import find_sharding
@@ -116,15 +119,21 @@ def prepare_data_loader(
 
 
 def _check_loader(loader: DataLoader[Any]) -> None:
-    if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+    if isinstance(loader.dataset, MapDataPipe) and _divides_itself(loader.dataset):
         raise UnsupportedError(
-            "DataPipes divide themselves over ranks by rules of their own. Wrap the pipe in a plain (Iterable)Dataset to prepare it."
+            "A map-style DataPipe of this loader has apply_sharding(): it divides itself over ranks, and prepare() would divide it again. "
+            "Leave that pipe away."
         )
-    if not getattr(loader, "in_order", True):
+    if not getattr(loader, "in_order", True) and loader.num_workers > 1:
         raise UnsupportedError(
-            "in_order=False lets workers' batches overtake each other: neither their sizes on other ranks nor a position to resume from can be "
-            "known. Use in_order=True."
+            "in_order=False lets batches of several workers overtake each other: neither their sizes on other ranks nor a position to resume "
+            "from can be known. Use in_order=True, or one worker."
         )
+
+
+def _divides_itself(dataset: MapDataPipe[Any]) -> bool:
+    pipes = get_all_graph_pipes(traverse_dps(dataset))
+    return any(callable(getattr(pipe, "apply_sharding", None)) for pipe in pipes)
 
 
 class _Builder:
@@ -167,6 +176,7 @@ class _Builder:
             slice_fn=slice_fn,
             dataset=loader.dataset,
             samplers=(loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)),
+            roll=self._roll(stack, index),
         )
         self.feed = self._feed(order)
 
@@ -225,7 +235,7 @@ class _Builder:
             what = type(self.loader.dataset).__name__ if self.iterable else type(self.loader.sampler).__name__
             raise UnsupportedError(
                 f"The strategy {self.sharding.spec.name!r} needs an order that is known before it is read, and {what} has none. "
-                "Use strategy='auto' or 'interleaved' for it."
+                "Use strategy='auto' or 'interleaved' for it; a data set with shard(num_shards=, index=) and num_shards decides itself."
             )
 
     # -- what ranks must agree on ------------------------------------------------------------------------------------------
@@ -313,10 +323,18 @@ class _Builder:
             return None
         if not self.ranks.connected:
             raise DistributedOperationError("Dispatching batches needs a process group.")
-        if stack.dispatch_group is None:
-            stack.dispatch_group = Channel.make_group(self.ranks)
         pin = bool(self.loader.pin_memory) and torch.accelerator.is_available()
-        return Channel(self.ranks, stack.dispatch_group, tag=index, pin=pin)
+        return Channel(self.ranks, self._side_group(stack), tag=index, pin=pin)
+
+    def _roll(self, stack: LoaderStack, index: int) -> RollCall | None:
+        if not self.iterable or self.dispatches or self.ranks.size == 1 or not self.ranks.connected:
+            return None
+        return RollCall(self.ranks, self._side_group(stack), index)
+
+    def _side_group(self, stack: LoaderStack) -> dist.ProcessGroup:
+        if stack.side_group is None:
+            stack.side_group = Channel.make_group(self.ranks)
+        return stack.side_group  # type: ignore[no-any-return]
 
     def _feed(self, order: OrderSource | None) -> Feed:
         if self._stream is not None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 
 from drivetrain.errors import DistributedOperationError
-from drivetrain.parallel._frames import exchange
 from drivetrain.parallel.object_collectives import all_gather_object, broadcast_object_list
 
 __all__ = ["Ranks"]
@@ -54,7 +53,7 @@ class Ranks:
         """
         if self.size == 1:
             return value
-        self._require()
+        self.require()
         return broadcast_object_list([value], group=self.group)[0]
 
     def call_on_first(self, function: Callable[[], Any], what: str) -> Any:
@@ -82,17 +81,15 @@ class Ranks:
         """Every rank's value, by rank."""
         if self.size == 1:
             return [value]
-        self._require()
+        self.require()
         return all_gather_object(value, group=self.group, operation="prepare_data_loader")
 
-    def all_gather_numbers(self, number: int) -> list[int]:
-        """Every rank's number, by rank."""
-        if self.size == 1:
-            return [number]
-        self._require()
-        return [sizes[0] for sizes in exchange("the loader's next batch", sizes=[number], group=self.group).sizes]
+    def require(self) -> None:
+        """Raise if these ranks can't talk to each other.
 
-    def _require(self) -> None:
+        Raises:
+            DistributedOperationError: With what to do.
+        """
         if not self.connected:
             raise DistributedOperationError(
                 f"{self.size} ranks need a process group to agree on the data. Start the script with `drivetrain launch` or torchrun, "

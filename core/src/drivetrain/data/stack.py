@@ -27,13 +27,15 @@ class LoaderStack:
         'train'
     """
 
-    __slots__ = ("__weakref__", "_loaders", "_made", "_prepared", "active", "dispatch_group")
+    __slots__ = ("__weakref__", "_loaders", "_made", "_prepared", "active", "guard", "side_group")
 
     def __init__(self) -> None:
         #: The loader that yielded last, or None outside of loops. A plain attribute: read for each batch.
         self.active: Any = None
-        #: Process group of rank 0's messages when dispatching, made when first needed.
-        self.dispatch_group: Any = None
+        #: A gloo group for what loaders tell each other and rank 0's batches when dispatching, made when first needed.
+        self.side_group: Any = None
+        #: Told (``watch(loader)``, ``release(loader)``) when a loader hands out batches that not all ranks have.
+        self.guard: Any = None
         self._loaders: list[Any] = []
         self._prepared: weakref.WeakKeyDictionary[DataLoader[Any], PreparedDataLoader[Any]] = (
             weakref.WeakKeyDictionary()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import count
 from typing import Any
@@ -15,6 +15,7 @@ from drivetrain.data.iterable import Packet, Resume, RoundStream, StreamPosition
 from drivetrain.data.plan import Layout, cut_round
 from drivetrain.data.random import derive_seed
 from drivetrain.data.reader import END, ahead_of
+from drivetrain.data.rollcall import FAILED
 from drivetrain.data.seeding import batch_seed
 from drivetrain.errors import CheckpointError, DistributedOperationError
 
@@ -38,7 +39,7 @@ class StreamFeed(Feed):
         self._warned = False
 
     def length(self) -> int:
-        """Batches of an epoch, if the data set says how long it is and workers don't split it unevenly."""
+        """Batches of an epoch, if the data set says how long it is. With several workers an estimate, as torch's: who reads what is their matter."""
         rows = self.samples()
         if rows is None:
             return super().length()
@@ -138,10 +139,12 @@ class StreamFeed(Feed):
         reader = self.context.reader
         seed = self._seed()
         first = 0
+        if resume is not None or self._stream.is_pipe:
+            reader.forget_workers()  # persistent ones wouldn't see where to begin, or the epoch's seed
         if resume is not None:
-            reader.forget_workers()  # persistent ones wouldn't see where to begin
             first = sum(p.rounds for p in resume.positions.values()) - resume.first_worker
         self._stream.resume = resume
+        self._stream.epoch_seed = seed
         requests = (([0], batch_seed(seed, number)) for number in count(first))
         packets = reader.read(requests, derive_seed(seed, WORKERS))
         for packet in packets:
@@ -166,17 +169,44 @@ class StreamFeed(Feed):
     def _local(self, packets: Iterator[Packet], layout: Layout, index: int) -> Pairs:
         full = Round(layout.shares, layout.shares, layout.shares)
         rank = self.context.ranks.index
-        packet, failure = ahead_of(packets)
-        while packet is not END:
-            worker, rows, state, payload = packet
+        roll = _Roll(self.context, index, until_one_ends=True)
+        try:
             packet, failure = ahead_of(packets)
-            cut = round_of(rows, layout, full)
-            self.note((worker, rows, state))
-            is_last = packet is END and failure is None
-            yield payload, self.describe(payload, BatchInfo(index, cut.rows[rank], cut.rows, is_last, cut))
-            index += 1
-        if failure is not None:
-            raise failure
+            roll.ask(packet, failure)
+            while packet is not END:
+                counts = roll.answers()
+                roll.require_all()
+                ended = self._ended(counts, packet[1], layout)
+                worker, rows, state, payload = packet
+                packet, failure = ahead_of(packets)
+                roll.ask(packet, failure)
+                cut = _without(round_of(rows, layout, full), ended)
+                self.note((worker, rows, state))
+                is_last = packet is END and failure is None
+                yield payload, self.describe(payload, BatchInfo(index, cut.rows[rank], cut.rows, is_last, cut))
+                index += 1
+            if failure is not None:
+                raise failure
+            counts = roll.answers()
+            roll.require_all()
+            self._ended(counts, 0, layout)
+        finally:
+            roll.finish()
+
+    def _ended(self, counts: Sequence[int], mine: int, layout: Layout) -> tuple[int, ...]:
+        """The ranks whose streams have ended, by each rank's samples of the present round.
+
+        Raises:
+            DistributedOperationError: If streams differ that must not.
+        """
+        if layout.even != "none" and any(count != mine for count in counts):
+            rank = next(rank for rank, count in enumerate(counts) if count != mine)
+            raise DistributedOperationError(
+                f"Ranks read different streams of {type(self.context.dataset).__name__}: where rank {self.context.ranks.index} has {mine} more "
+                f"samples, rank {rank} has {counts[rank]}. Every rank must read the same stream, of which it keeps its part; dispatch_batches=True "
+                "lets rank 0 read for all."
+            )
+        return tuple(rank for rank, count in enumerate(counts) if count == 0)
 
     def _steps(self, packets: Iterator[Packet], layout: Layout) -> Iterator[Step]:
         full = Round(layout.shares, layout.shares, layout.shares)
@@ -210,40 +240,53 @@ class ShardedStreamFeed(StreamFeed):
         return self._together(packets, layout, index)
 
     def _alone(self, packets: Iterator[Packet], index: int) -> Pairs:
-        packet, failure = ahead_of(packets)
-        while packet is not END:
-            worker, rows, state, payload = packet
+        roll = _Roll(self.context, index, until_one_ends=True)
+        try:
             packet, failure = ahead_of(packets)
-            self.note((worker, rows, state))
-            yield payload, BatchInfo(index, rows, None, packet is END and failure is None, None)
-            index += 1
-        if failure is not None:
-            raise failure
+            roll.ask(packet, failure)
+            while packet is not END:
+                counts = roll.answers()
+                roll.require_all()
+                ended = tuple(rank for rank, count in enumerate(counts) if count == 0)
+                worker, rows, state, payload = packet
+                packet, failure = ahead_of(packets)
+                roll.ask(packet, failure)
+                self.note((worker, rows, state))
+                yield payload, BatchInfo(index, rows, None, packet is END and failure is None, None, ended)
+                index += 1
+            if failure is not None:
+                raise failure
+        finally:
+            roll.finish()
 
     def _together(self, packets: Iterator[Packet], layout: Layout, index: int) -> Pairs:
         ranks = self.context.ranks
-        packet, failure = ahead_of(packets)
-        counts = ranks.all_gather_numbers(_news(packet, failure))
+        ranks.require()
+        roll = _Roll(self.context, index, until_one_ends=False)
         last: Any = None
         received = (0,) * ranks.size
-        while max(counts) > 0 and _FAILED not in counts:
-            received = self._received(counts, received, layout)
-            new = tuple(counts)
-            if packet is not END:
-                worker, rows, state, last = packet
-                self.note((worker, rows, state))
-                packet, failure = ahead_of(packets)
-            counts = ranks.all_gather_numbers(_news(packet, failure))
-            weights = received if layout.even == "repeat" else new
-            info = BatchInfo(index, weights[ranks.index], weights, max(counts) == 0, Round(weights, new, received))
-            yield last, self.describe(last, info)
-            index += 1
-        if failure is not None:
-            raise failure
-        if _FAILED in counts:
-            raise DistributedOperationError(
-                f"Reading data failed on rank {counts.index(_FAILED)}. Look at that rank's output for the error."
-            )
+        try:
+            packet, failure = ahead_of(packets)
+            roll.ask(packet, failure)
+            counts = roll.answers()
+            while max(counts) > 0 and FAILED not in counts:
+                received = self._received(counts, received, layout)
+                new = tuple(counts)
+                if packet is not END:
+                    worker, rows, state, last = packet
+                    self.note((worker, rows, state))
+                    packet, failure = ahead_of(packets)
+                roll.ask(packet, failure)
+                counts = roll.answers()
+                weights = received if layout.even == "repeat" else new
+                info = BatchInfo(index, weights[ranks.index], weights, max(counts) == 0, Round(weights, new, received))
+                yield last, self.describe(last, info)
+                index += 1
+            if failure is not None:
+                raise failure
+            roll.require_all()
+        finally:
+            roll.finish()
 
     def _received(self, counts: list[int], before: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
         """Samples in each rank's batch: its last one's again, where it has no other."""
@@ -267,9 +310,60 @@ class ShardedStreamFeed(StreamFeed):
             )
 
 
-def _news(packet: Any, failure: Exception | None) -> int:
-    """What a rank tells the others about its next batch: its samples."""
-    return _FAILED if failure is not None else 0 if packet is END else packet[1]
+def _without(cut: Round, ended: tuple[int, ...]) -> Round:
+    """A round of which some ranks get nothing."""
+    if not any(cut.received[rank] for rank in ended):
+        return cut
+    rows, new, received = (
+        tuple(0 if rank in ended else count for rank, count in enumerate(counts))
+        for counts in (cut.rows, cut.new, cut.received)
+    )
+    return Round(rows, new, received)
 
 
-_FAILED = -1
+class _Roll:
+    """An epoch's roll call; nobody is asked where there are no other ranks.
+
+    Args:
+        context: Of the loader.
+        index: The epoch's next batch.
+        until_one_ends: Whether ranks stop asking when the first stream has ended: its rank has left the loop, and the others know.
+    """
+
+    def __init__(self, context: Context, index: int, *, until_one_ends: bool) -> None:
+        self._roll = context.roll
+        self._epoch = context.progress.epoch
+        self._next = index
+        self._until_one_ends = until_one_ends
+        self._counts: list[int] = []
+
+    def ask(self, packet: Any, failure: Exception | None) -> None:
+        """Say what this rank has next."""
+        if self._roll is not None:
+            samples = FAILED if failure is not None else 0 if packet is END else packet[1]
+            self._roll.ask(self._epoch, self._next, samples)
+            self._next += 1
+
+    def answers(self) -> list[int]:
+        """Every rank's samples, as far as they were asked."""
+        if self._roll is not None:
+            self._counts = self._roll.answers()
+            if self._until_one_ends and 0 in self._counts:
+                self._roll = None
+        return self._counts
+
+    def require_all(self) -> None:
+        """Raise if one of the others can't read.
+
+        Raises:
+            DistributedOperationError: With its rank.
+        """
+        if FAILED in self._counts:
+            raise DistributedOperationError(
+                f"Reading data failed on rank {self._counts.index(FAILED)}. Look at that rank's output for the error."
+            )
+
+    def finish(self) -> None:
+        """The loop is left."""
+        if self._roll is not None:
+            self._roll.finish()

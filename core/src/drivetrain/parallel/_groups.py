@@ -13,7 +13,15 @@ import torch.distributed as dist
 
 from drivetrain.errors import DistributedOperationError
 
-__all__ = ["call", "communication_device", "control_device", "describe_failure", "global_ranks", "members"]
+__all__ = [
+    "call",
+    "communication_device",
+    "control_device",
+    "describe_failure",
+    "global_ranks",
+    "is_lost_connection",
+    "members",
+]
 
 #: Seconds that a rank waits, after a failed collective, to learn which other ranks saw the failure too.
 GRACE = 2.0
@@ -79,6 +87,13 @@ def call(what: str, group: dist.ProcessGroup | None, function: Callable[..., Any
         return function(*args, group=group, **kwargs)
     except RuntimeError as error:
         raise DistributedOperationError(describe_failure(what, group, error)) from error
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error comes from the communication library: torch has classes for some of them."""
+    return isinstance(error, dist.DistError) or any(
+        name in str(error) for name in ("gloo/transport", "NCCL", "ncclInternalError")
+    )
 
 
 def describe_failure(what: str, group: dist.ProcessGroup | None, error: BaseException) -> str:
