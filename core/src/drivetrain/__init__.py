@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from drivetrain.data.random import set_seed, synchronize_rng_states
     from drivetrain.errors import DrivetrainError
     from drivetrain.launch import debug_launcher, notebook_launcher
-    from drivetrain.memory import find_executable_batch_size
+    from drivetrain.memory import ActivationCheckpointing, find_executable_batch_size
+    from drivetrain.parallel.config import ParallelismConfig
     from drivetrain.state import AcceleratorState, DistributedType, PartialState
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Accelerator",
     "AcceleratorState",
+    "ActivationCheckpointing",
     "AutocastKwargs",
     "DataLoaderConfiguration",
     "DistributedType",
@@ -41,6 +43,7 @@ __all__ = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "ParallelismConfig",
     "PartialState",
     "ProfileKwargs",
     "ProjectConfiguration",
@@ -88,7 +91,8 @@ __getattr__, __dir__ = lazy_exports(
         "data.random": ["set_seed", "synchronize_rng_states"],
         "errors": ["DrivetrainError"],
         "launch": ["debug_launcher", "notebook_launcher"],
-        "memory": ["find_executable_batch_size"],
+        "memory": ["ActivationCheckpointing", "find_executable_batch_size"],
+        "parallel.config": ["ParallelismConfig"],
         "state": ["AcceleratorState", "DistributedType", "PartialState"],
     },
     fallback=_from_plugins,
