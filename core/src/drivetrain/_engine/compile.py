@@ -43,7 +43,6 @@ class Compiler:
                 codes[type(module)] = entry.__code__
                 module._compiled_call_impl = torch.compile(entry, **self.arguments)
 
-
     def inside_hooks(self, module: torch.nn.Module) -> None:
         """Compile a module's forward, and leave its hooks outside: for backends whose hooks communicate, which breaks a graph."""
         if _compiled_forward(module) is None:

@@ -21,7 +21,7 @@ from drivetrain.interfaces import Backend
 from drivetrain.memory.activations import ActivationCheckpointing, checkpoint_activations
 from drivetrain.parallel.process_group import ProcessGroupHandle, init_process_group
 from drivetrain.specs import Capability
-from drivetrain_fsdp.checks import check_model, ignored_parameters
+from drivetrain_fsdp.checks import check_model, check_unit, ignored_parameters
 from drivetrain_fsdp.mesh import Mesh, build_mesh, mesh_sizes
 from drivetrain_fsdp.options import FullyShardedDataParallelPlugin
 from drivetrain_fsdp.shards import cut_like, local, total_norm
@@ -159,7 +159,9 @@ class FSDPBackend(Backend):
         }
 
     def _shard(self, unit: torch.nn.Module, ignored: set[torch.nn.Parameter], settings: dict[str, Any]) -> None:
-        for parameter in _unsharded(unit, ignored):
+        parameters = _unsharded(unit, ignored)
+        check_unit(unit, parameters)
+        for parameter in parameters:
             if parameter.is_meta:
                 continue
             data = parameter.data.to(self.device).contiguous()

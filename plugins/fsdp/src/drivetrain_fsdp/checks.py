@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from drivetrain.errors import ConfigurationError, UnsupportedError
 from drivetrain_fsdp.options import FullyShardedDataParallelPlugin
 
-__all__ = ["check_model", "ignored_parameters"]
+__all__ = ["check_model", "check_unit", "ignored_parameters"]
 
 
 def check_model(
@@ -53,6 +53,21 @@ def check_model(
     if elsewhere:
         raise UnsupportedError(
             f"device_placement=False, and {', '.join(elsewhere[:3])} aren't on {device}: shards live there. Move the model, or let it be placed."
+        )
+
+
+def check_unit(unit: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Refuse a unit whose gradients can't travel together.
+
+    Raises:
+        UnsupportedError: If parameters to be trained have several dtypes.
+    """
+    dtypes = {p.dtype for p in parameters if p.requires_grad}
+    if len(dtypes) > 1:
+        names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        raise UnsupportedError(
+            f"The unit {type(unit).__name__} has parameters to train in {names}: gradients of a unit are reduced together, in one dtype. Convert "
+            "them, freeze those of one dtype, or make other units (transformer_cls_names_to_wrap)."
         )
 
 

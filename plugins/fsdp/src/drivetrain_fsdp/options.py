@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -24,7 +24,18 @@ _WRAP = {
 }
 
 #: Keeps parameters whole between forward and backward, by strategy; None leaves it to torch, which does so for the root alone.
-_RESHARD = {"FULL_SHARD": None, "HYBRID_SHARD": None, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
+_RESHARD = {
+    "FULL_SHARD": None,
+    "HYBRID_SHARD": None,
+    "SHARD_GRAD_OP": False,
+    "HYBRID_SHARD_ZERO2": False,
+    "NO_SHARD": False,
+}
+
+if TYPE_CHECKING:
+    WrapPolicy = str | Callable[..., bool]
+else:
+    WrapPolicy = str  # what files and variables can say; functions are looked at when they are used
 
 Names = list[str]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -53,7 +64,7 @@ class FullyShardedDataParallelPlugin(Options):
         cpu_offload: Shards, gradients and optimizer state live in the CPU's memory.
         backward_prefetch: "BACKWARD_PRE": the next unit is gathered while one computes backward. "NO_PREFETCH": when it is needed. A number:
             so many units ahead.
-        forward_prefetch: Units that are gathered ahead in forward; True for one. The order of the first forward is taken for that of all.
+        forward_prefetch: Units that are gathered ahead in forward, in the order in which the model holds them; True for one.
         sync_module_states: All processes start with the weights of rank 0; without it, each cuts its shard from the weights that it made.
         param_init_fn: Called with each module of a model on the meta device that has parameters of its own, to fill them; None:
             ``reset_parameters`` or the model's ``_init_weights``.
@@ -76,7 +87,7 @@ class FullyShardedDataParallelPlugin(Options):
         "FULL_SHARD"
     )
     reshard_after_forward: bool | int | None = None
-    auto_wrap_policy: str | Callable[..., bool] = "auto"
+    auto_wrap_policy: WrapPolicy = "auto"
     transformer_cls_names_to_wrap: Names = field(default_factory=list)
     min_num_params: Count = 0
     ignored_modules: str | Names | None = None
@@ -109,8 +120,6 @@ class FullyShardedDataParallelPlugin(Options):
     def _check_strategy(self) -> None:
         if self.reshard_after_forward is None or "reshard_after_forward" not in self._given:
             return
-        if "sharding_strategy" in self._given and self.sharding_strategy == "NO_SHARD":
-            raise ConfigurationError("reshard_after_forward: with NO_SHARD parameters are always whole. Leave it out.")
         said = _RESHARD[self.sharding_strategy]
         if "sharding_strategy" in self._given and (said is False) is not (self.reshard_after_forward is False):
             raise ConfigurationError(
@@ -192,7 +201,7 @@ class FullyShardedDataParallelPlugin(Options):
         """What ``fully_shard(reshard_after_forward=...)`` gets."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
-        return _RESHARD.get(self.sharding_strategy)
+        return _RESHARD[self.sharding_strategy]
 
     @property
     def backward_units(self) -> int | None:
