@@ -102,9 +102,11 @@ def test_each_rank_holds_its_share(ranks, strategy, share):
         accelerator.end_training()
         return held
 
-    shards = [-(-p.shape[0] // share) * p[0].numel() for p in make_model().parameters()]  # rows are padded
-    for held in ranks.run(measure):
-        assert held == 4 * 4 * sum(shards)  # parameters, gradients and two moments, in float32
+    # Parameters and gradients are padded to equally many rows; the two moments are not. All are float32.
+    padded = sum(-(-p.shape[0] // share) * p[0].numel() for p in make_model().parameters())
+    for rank, held in enumerate(ranks.run(measure)):
+        own = sum(p.chunk(share)[rank % share].numel() for p in make_model().parameters())
+        assert held == 4 * (2 * padded + 2 * own)
 
 
 def test_an_optimizer_that_stepped_before_goes_on(ranks):
