@@ -13,6 +13,7 @@ from drivetrain._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator
+    from drivetrain.big_model import init_empty_weights, init_on_device
     from drivetrain.checkpoint.project import ProjectConfiguration
     from drivetrain.config.handlers import (
         AutocastKwargs,
@@ -51,6 +52,8 @@ __all__ = [
     "__version__",
     "debug_launcher",
     "find_executable_batch_size",
+    "init_empty_weights",
+    "init_on_device",
     "notebook_launcher",
     "set_seed",
     "skip_first_batches",
@@ -78,6 +81,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "accelerator": ["Accelerator"],
+        "big_model": ["init_empty_weights", "init_on_device"],
         "checkpoint.project": ["ProjectConfiguration"],
         "config.handlers": [
             "AutocastKwargs",

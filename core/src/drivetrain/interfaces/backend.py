@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -199,7 +200,17 @@ class Backend:
         return self.wrap_model(model, evaluation=evaluation)
 
     def place_model(self, model: torch.nn.Module, device_placement: bool) -> torch.nn.Module:
-        """Move a model to the device, if it is to be moved."""
+        """Move a model to the device, if it is to be moved.
+
+        Raises:
+            UnsupportedError: For weights on the meta device, which this backend has no way to fill.
+        """
+        empty = [n for n, t in itertools.chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
+        if empty:
+            raise UnsupportedError(
+                f"{', '.join(empty[:3])} of {type(model).__name__} have no values: the model was made under init_empty_weights(). The backend "
+                f"{self.spec.name!r} keeps whole models: make it without, or use a backend that shards."
+            )
         return model.to(self.device) if device_placement else model
 
     def recompute_activations(self, model: torch.nn.Module) -> None:

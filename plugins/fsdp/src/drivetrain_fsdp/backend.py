@@ -22,6 +22,7 @@ from drivetrain.memory.activations import ActivationCheckpointing, checkpoint_ac
 from drivetrain.parallel.process_group import ProcessGroupHandle, init_process_group
 from drivetrain.specs import Capability
 from drivetrain_fsdp.checks import check_model, check_unit, ignored_parameters
+from drivetrain_fsdp.materialize import Start, fill, find_start, replace_parameter
 from drivetrain_fsdp.mesh import Mesh, build_mesh, mesh_sizes
 from drivetrain_fsdp.options import FullyShardedDataParallelPlugin
 from drivetrain_fsdp.shards import cut_like, local, total_norm
@@ -143,8 +144,11 @@ class FSDPBackend(Backend):
             parameter.data = parameter.data.to(self.device)
         units = choose_units(model, self.options, ignored)
         settings = self._settings(ignored)
+        start = find_start(model, self.options)
         for unit in [*units, model]:
-            self._shard(unit, ignored, settings)
+            self._shard(unit, ignored, settings, start)
+        if start is Start.EMPTY:
+            fill(model, self.device, self.options.param_init_fn)
         set_prefetching(units, self.options)
         self._models.append(model)
         return model
@@ -158,19 +162,27 @@ class FSDPBackend(Backend):
             "ignored_params": ignored or None,
         }
 
-    def _shard(self, unit: torch.nn.Module, ignored: set[torch.nn.Parameter], settings: dict[str, Any]) -> None:
-        parameters = _unsharded(unit, ignored)
-        check_unit(unit, parameters)
-        for parameter in parameters:
-            if parameter.is_meta:
-                continue
-            data = parameter.data.to(self.device).contiguous()
-            if self.options.sync_module_states and dist.get_world_size() > 1:
-                if data.untyped_storage().data_ptr() == parameter.data.untyped_storage().data_ptr():
-                    data = data.clone()
-                dist.broadcast(data, src=0)
-            parameter.data = data
+    def _shard(
+        self, unit: torch.nn.Module, ignored: set[torch.nn.Parameter], settings: dict[str, Any], start: Start
+    ) -> None:
+        check_unit(unit, _unsharded(unit, ignored))
+        if start is not Start.EMPTY:
+            for parameter in _unsharded(unit, ignored):
+                self._place(unit, parameter, from_rank_0=start is Start.RANK_0)
         fully_shard(unit, **settings)
+
+    def _place(self, unit: torch.nn.Module, parameter: torch.nn.Parameter, *, from_rank_0: bool) -> None:
+        """Move one parameter to the device, with rank 0's values."""
+        if parameter.is_meta:
+            data = torch.empty_like(parameter, device=self.device)
+        else:
+            data = parameter.data.to(self.device).contiguous()
+        if dist.get_world_size() > 1 and (from_rank_0 or self.options.sync_module_states):
+            dist.broadcast(data, src=0)
+        if parameter.is_meta:
+            replace_parameter(unit, parameter, data)
+        else:
+            parameter.data = data
 
     def _precision_policy(self) -> MixedPrecisionPolicy:
         given = self.options.mixed_precision_policy

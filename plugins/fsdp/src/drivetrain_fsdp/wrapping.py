@@ -12,7 +12,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.memory.blocks import repeated_blocks
 from drivetrain_fsdp.options import FullyShardedDataParallelPlugin
 
-__all__ = ["choose_units"]
+__all__ = ["choose_units", "inner_first"]
 
 
 def choose_units(
@@ -39,7 +39,7 @@ def choose_units(
         5
     """
     chosen = {id(m) for m in _candidates(model, options, ignored or set())}
-    found = [m for m in _inner_first(model) if id(m) in chosen and m is not model and _can_be_unit(m, ignored or set())]
+    found = [m for m in inner_first(model) if id(m) in chosen and m is not model and _can_be_unit(m, ignored or set())]
     return [m for m in found if not _shares_outside(model, m)]
 
 
@@ -88,7 +88,7 @@ def _by_size(model: torch.nn.Module, least: int, ignored: set[torch.nn.Parameter
     """From the inside out: a module becomes a unit once what isn't in inner ones is large enough."""
     taken: set[torch.nn.Parameter] = set(ignored)
     units = []
-    for module in _inner_first(model):
+    for module in inner_first(model):
         rest = {p for p in module.parameters() if p not in taken}
         if sum(p.numel() for p in rest) >= least and _can_be_unit(module, ignored):
             units.append(module)
@@ -113,7 +113,13 @@ def _by_function(model: torch.nn.Module, policy: Callable[..., Any]) -> list[tor
         raise ConfigurationError(f"auto_wrap_policy: the function can't be called with a module: {error}") from error
 
 
-def _inner_first(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def inner_first(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Each module of a model once, after those inside of it: the order in which constructors end.
+
+    Example:
+        >>> [type(m).__name__ for m in inner_first(torch.nn.Sequential(torch.nn.Tanh()))]
+        ['Tanh', 'Sequential']
+    """
     seen: set[int] = set()
 
     def visit(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
