@@ -88,7 +88,7 @@ class FSDPBackend(Backend):
     @property
     def data_group(self) -> dist.ProcessGroup | None:
         """Processes that hold different rows; None for all."""
-        return None if self.mesh.data is dist.group.WORLD else self.mesh.data
+        return None if self.data_world_size == self.context.process.world_size else self.mesh.data
 
     @property
     def data_rank(self) -> int:
@@ -103,7 +103,7 @@ class FSDPBackend(Backend):
     @property
     def gradient_group(self) -> dist.ProcessGroup | None:
         """Those, and the ones that hold other parts of the same sequences."""
-        return None if self.mesh.gradients is dist.group.WORLD else self.mesh.gradients
+        return None if self.gradient_world_size == self.context.process.world_size else self.mesh.gradients
 
     @property
     def gradient_world_size(self) -> int:

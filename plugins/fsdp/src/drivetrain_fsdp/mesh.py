@@ -29,6 +29,7 @@ class Mesh:
         shards: What ``fully_shard`` works on: one dimension, or replicas and shards.
         data: Processes that hold different rows, of which this is one.
         gradients: Processes over which gradients are averaged, of which this is one.
+        made: Groups that were made for it.
     """
 
     whole: DeviceMesh
@@ -93,11 +94,14 @@ def build_mesh(device: torch.device, sizes: dict[str, int]) -> Mesh:
         sizes: Size of each dimension.
     """
     before = set(_groups())
-    names = [n for n in _NAMES if sizes[n] > 1] or ["dp_shard"]
-    whole = init_device_mesh(device.type, tuple(sizes[n] for n in names), mesh_dim_names=tuple(names))
-    data = _flat(whole, names, ("dp_replicate", "dp_shard"), "dp")
-    gradients = _flat(whole, names, ("dp_replicate", "dp_shard", "cp"), "dp_cp")
-    shards = _shard_mesh(device, whole, names, sizes)
+    # The dimension of shards is there in any case: what is sharded must have one, if only of one process.
+    names = tuple(n for n in _NAMES if sizes[n] > 1 or n == "dp_shard")
+    whole = init_device_mesh(device.type, tuple(sizes[n] for n in names), mesh_dim_names=names)
+    shards = _joined(whole, ("dp_shard", "cp"), "dp_shard_cp")
+    if sizes["dp_replicate"] > 1:
+        shards = DeviceMesh._concatenate([whole["dp_replicate"], shards])
+    data = _joined(whole, ("dp_replicate", "dp_shard"), "dp").get_group()
+    gradients = _joined(whole, ("dp_replicate", "dp_shard", "cp"), "dp_cp").get_group()
     made = [g for g in _groups() if g not in before]
     return Mesh(whole, sizes, shards, data, gradients, made)
 
@@ -107,31 +111,9 @@ def _groups() -> list[Any]:
     return found
 
 
-def _flat(whole: DeviceMesh, names: list[str], wanted: tuple[str, ...], name: str) -> dist.ProcessGroup:
-    """The group over some dimensions of the mesh; of this process alone if none of them has more."""
-    present = tuple(n for n in names if n in wanted)
-    if len(present) == len(names):
-        return dist.group.WORLD  # type: ignore[return-value]
-    if not present:
-        mine = [dist.new_group([r]) for r in range(dist.get_world_size())]
-        return mine[dist.get_rank()]  # type: ignore[return-value]
+def _joined(whole: DeviceMesh, wanted: tuple[str, ...], name: str) -> DeviceMesh:
+    """One dimension made of several of the mesh."""
+    present = tuple(n for n in whole.mesh_dim_names or () if n in wanted)
     if len(present) == 1:
-        return whole[present[0]].get_group()
-    return whole[present]._flatten(name).get_group()
-
-
-def _shard_mesh(device: torch.device, whole: DeviceMesh, names: list[str], sizes: dict[str, int]) -> DeviceMesh:
-    """Replicas and shards; sequences' parts hold shards as well."""
-    shard = tuple(n for n in names if n in ("dp_shard", "cp"))
-    if len(shard) == 2:
-        flat = whole[shard]._flatten("dp_shard_cp")
-        return flat if sizes["dp_replicate"] == 1 else DeviceMesh._concatenate([whole["dp_replicate"], flat])
-    if shard and sizes["dp_replicate"] == 1:
-        return whole[shard[0]]
-    if shard:
-        return whole["dp_replicate", shard[0]]
-    # Nothing is sharded: replicas of one process each.
-    lonely = {**sizes, "dp_shard": 1}
-    order = [n for n in _NAMES if n == "dp_shard" or lonely[n] > 1]
-    full = init_device_mesh(device.type, tuple(lonely[n] for n in order), mesh_dim_names=tuple(order))
-    return full["dp_replicate", "dp_shard"] if sizes["dp_replicate"] > 1 else full["dp_shard"]
+        return whole[present[0]]
+    return whole[present]._flatten(name)
