@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from drivetrain import Accelerator, TorchDynamoPlugin
-from drivetrain._engine.compile import Compiler, repeated_blocks, uncompile
+from drivetrain._engine.compile import Compiler, uncompile
+from drivetrain.memory.blocks import repeated_blocks
 
 GRAPHS = []
 

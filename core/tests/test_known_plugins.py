@@ -66,7 +66,6 @@ def test_no_name_belongs_to_two_plugins(what):
         ("export", "DistributedDataParallelKwargs", "ddp"),
         ("export", "DeepSpeedPlugin", "deepspeed"),
         ("export", "FullyShardedDataParallelPlugin", "fsdp"),
-        ("export", "ParallelismConfig", "fsdp"),
         ("export", "MegatronLMPlugin", "megatron"),
         ("export", "AORecipeKwargs", "torchao"),
         ("accept", "deepspeed_plugin", "deepspeed"),
@@ -82,7 +81,7 @@ def test_accelerates_names_lead_to_their_plugins(space, name, plugin):
 
 def test_what_is_not_released_has_no_install_command():
     commands = {name: plugin.install_command for name, plugin in known_plugins().items() if plugin.install_command}
-    assert commands == {"ddp": 'pip install "drivetrain[ddp]"', "tensorboard": 'pip install "drivetrain[tensorboard]"'}
+    assert commands == {name: f'pip install "drivetrain[{name}]"' for name in ("ddp", "fsdp", "tensorboard")}
 
 
 def test_what_first_party_plugins_offer_is_what_the_file_says():

@@ -13,6 +13,7 @@ from drivetrain._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator
+    from drivetrain.big_model import init_empty_weights, init_on_device
     from drivetrain.checkpoint.project import ProjectConfiguration
     from drivetrain.config.handlers import (
         AutocastKwargs,
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from drivetrain.data.random import set_seed, synchronize_rng_states
     from drivetrain.errors import DrivetrainError
     from drivetrain.launch import debug_launcher, notebook_launcher
-    from drivetrain.memory import find_executable_batch_size
+    from drivetrain.memory import ActivationCheckpointing, find_executable_batch_size
+    from drivetrain.parallel.config import ParallelismConfig
     from drivetrain.state import AcceleratorState, DistributedType, PartialState
 
 __version__ = "0.1.0"
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Accelerator",
     "AcceleratorState",
+    "ActivationCheckpointing",
     "AutocastKwargs",
     "DataLoaderConfiguration",
     "DistributedType",
@@ -41,6 +44,7 @@ __all__ = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "ParallelismConfig",
     "PartialState",
     "ProfileKwargs",
     "ProjectConfiguration",
@@ -48,6 +52,8 @@ __all__ = [
     "__version__",
     "debug_launcher",
     "find_executable_batch_size",
+    "init_empty_weights",
+    "init_on_device",
     "notebook_launcher",
     "set_seed",
     "skip_first_batches",
@@ -75,6 +81,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "accelerator": ["Accelerator"],
+        "big_model": ["init_empty_weights", "init_on_device"],
         "checkpoint.project": ["ProjectConfiguration"],
         "config.handlers": [
             "AutocastKwargs",
@@ -88,7 +95,8 @@ __getattr__, __dir__ = lazy_exports(
         "data.random": ["set_seed", "synchronize_rng_states"],
         "errors": ["DrivetrainError"],
         "launch": ["debug_launcher", "notebook_launcher"],
-        "memory": ["find_executable_batch_size"],
+        "memory": ["ActivationCheckpointing", "find_executable_batch_size"],
+        "parallel.config": ["ParallelismConfig"],
         "state": ["AcceleratorState", "DistributedType", "PartialState"],
     },
     fallback=_from_plugins,

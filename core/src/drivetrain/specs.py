@@ -68,6 +68,8 @@ class Capability(str, enum.Enum):
     CLIP_VALUE = "clip-value"
     #: Item-weighted losses (``backward(loss, weight=n)``) are normalised exactly.
     ITEM_WEIGHTS = "item-weights"
+    #: Processes form a mesh of several dimensions (``ParallelismConfig``): replicas, shards, tensor and context parallel.
+    DEVICE_MESH = "device-mesh"
 
     def __str__(self) -> str:
         return self.value

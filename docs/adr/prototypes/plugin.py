@@ -1,4 +1,4 @@
-"""What the prototypes offer, as any plugin does. Imports no torch and no vendor."""
+"""What the prototype offers, as any plugin does. Imports no torch and no vendor."""
 
 from __future__ import annotations
 
@@ -8,22 +8,6 @@ from drivetrain.hookspecs import hookimpl
 from drivetrain.specs import BackendSpec, Capability
 
 DRIVETRAIN_API = 1
-
-FSDP = BackendSpec(
-    name="fsdp-prototype",
-    summary="Parameters, gradients and optimizer state sharded by fully_shard",
-    target="prototype_fsdp:FSDPBackend",
-    capabilities=frozenset(
-        {
-            Capability.DISTRIBUTED,
-            Capability.SHARDED_PARAMETERS,
-            Capability.NO_SYNC,
-            Capability.MULTIPLE_MODELS,
-            Capability.CLIP_VALUE,
-            Capability.ITEM_WEIGHTS,
-        }
-    ),
-)
 
 DEEPSPEED = BackendSpec(
     name="deepspeed-prototype",
@@ -46,5 +30,5 @@ DEEPSPEED = BackendSpec(
 
 @hookimpl
 def drivetrain_register_backends() -> Iterable[BackendSpec]:
-    """Offer both; they are only used when asked for by name."""
-    return [FSDP, DEEPSPEED]
+    """Offer it; it is only used when asked for by name."""
+    return [DEEPSPEED]

@@ -1,8 +1,8 @@
-"""Run the prototypes on two CPU ranks and print their differences to plain PyTorch.
+"""Run the prototype on two CPU ranks and print its differences to plain PyTorch.
 
-    python docs/adr/prototypes/run.py [--backends fsdp deepspeed-2 ...] [--parity-only]
+    python docs/adr/prototypes/run.py [--backends deepspeed-2 ...] [--parity-only]
 
-DeepSpeed's rows are left out, and that is said, where it isn't installed.
+It needs DeepSpeed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from drivetrain.testing.training import Case, Result, reference
 from drivetrain.testing.workers import RemoteError, WorkerPool
 
 HERE = Path(__file__).parent
-INSTALLED = importlib.util.find_spec("deepspeed") is not None
 WORLD = 2
 TOLERANCE = 5e-6
-BACKENDS = {"fsdp": ("fsdp-prototype", None)} | {f"deepspeed-{n}": ("deepspeed-prototype", n) for n in range(4)}
+BACKENDS = {f"deepspeed-{n}": ("deepspeed-prototype", n) for n in range(4)}
 REFUSED = {
     ("deepspeed-0", check): "At stage 0 the engine's fp16 optimizer is another one" for check in ("fp16", "overflow")
 }
 REFUSED |= {(f"deepspeed-{n}", "used_optimizer"): "The optimizer must be a new one" for n in range(4)}
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "DRIVETRAIN_PLUGINS": "prototypes"}
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "DRIVETRAIN_PLUGINS": "prototypes,fsdp"}
 
 
 def install(folder: Path) -> None:
@@ -169,13 +168,12 @@ class Checks:
 
     def overflow(self, name: str) -> str:
         """fp16, an infinity on one rank"""
-        for shard in (False, True) if name == "fsdp" else (False,):
-            found = self.pool.run(self.on_rank.overflow, Case(), *BACKENDS[name], shard=shard)
-            assert found[0] == found[1], found
-            scale = found[0]["scale"]
-            assert found[0]["skipped"] == [False, True, False], found[0]
-            assert found[0]["moved"] == [True, False, True] and found[0]["steps"] == [1, 1, 2], found[0]
-            assert scale[1] == scale[0] / 2 == scale[2], found[0]
+        found = self.pool.run(self.on_rank.overflow, Case(), *BACKENDS[name])
+        assert found[0] == found[1], found
+        scale = found[0]["scale"]
+        assert found[0]["skipped"] == [False, True, False], found[0]
+        assert found[0]["moved"] == [True, False, True] and found[0]["steps"] == [1, 1, 2], found[0]
+        assert scale[1] == scale[0] / 2 == scale[2], found[0]
         return "both ranks skip that step alone and halve the scale"
 
     def resume(self, name: str) -> str:
@@ -192,12 +190,9 @@ class Checks:
         return self.close(largest(weights, reference(case, 1).weights))
 
     def across(self, name: str) -> str:
-        """the same checkpoint, loaded on two ranks by fsdp (by ZeRO stage 3, if it is fsdp's)"""
-        other = "deepspeed-3" if name == "fsdp" else "fsdp"
-        if not INSTALLED and other != "fsdp":
-            return "deepspeed isn't installed"
+        """the same checkpoint, loaded on two ranks by the fsdp plugin"""
         case = Case(accumulation=4)
-        weights = self.pool.run(self.on_rank.resume, case, *BACKENDS[other], str(self.directory / name))[0]
+        weights = self.pool.run(self.on_rank.resume, case, "fsdp", None, str(self.directory / name))[0]
         return self.close(largest(weights, reference(case, WORLD).weights))
 
     def close(self, difference: float, tolerance: float = TOLERANCE) -> str:
@@ -218,9 +213,9 @@ def main() -> int:
     arguments = parser.parse_args()
     names = arguments.backends
     console = Console(width=150)
-    if not INSTALLED:
-        names = [n for n in names if not n.startswith("deepspeed")]
-        console.print("deepspeed isn't installed: its rows are left out")
+    if importlib.util.find_spec("deepspeed") is None:
+        console.print("deepspeed isn't installed")
+        return 1
     os.environ.update(ENVIRONMENT, OMP_NUM_THREADS="1")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as checkpoints:
         install(Path(folder))

@@ -162,6 +162,7 @@ def _make_backend(registry: Registry, plan: PreparePlan, device: Device) -> Back
         gradient_accumulation_steps=plan.settings.gradient_accumulation_steps,
         debug=plan.settings.debug,
         compiler=_make_compiler(plan),
+        activations=plan.options.get("ActivationCheckpointing"),
     )
     backend: Backend = registry.load("backend", plan.backend.name)(plan.backend, context)
     return backend

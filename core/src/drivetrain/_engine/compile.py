@@ -3,41 +3,14 @@
 from __future__ import annotations
 
 import types
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["Compiler", "repeated_blocks"]
+from drivetrain.memory.blocks import repeated_blocks
 
-
-def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks that a model repeats: members of module lists and sequences in which one class with parameters stands twice or more.
-
-    Example:
-        >>> import torch
-        >>> layer = lambda: torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
-        >>> model = torch.nn.ModuleDict({"head": torch.nn.Linear(8, 8), "layers": torch.nn.ModuleList([layer(), layer()])})
-        >>> [type(b).__name__ for b in repeated_blocks(model)]
-        ['TransformerEncoderLayer', 'TransformerEncoderLayer']
-    """
-    blocks: list[torch.nn.Module] = []
-
-    def visit(module: torch.nn.Module) -> None:
-        if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
-            composite = [c for c in module if len(list(c.children()))]
-            counts = Counter(type(c) for c in composite)
-            repeated = [c for c in composite if counts[type(c)] > 1]
-            blocks.extend(repeated)
-            rest = [c for c in module if not any(c is r for r in repeated)]
-        else:
-            rest = list(module.children())
-        for child in rest:
-            visit(child)
-
-    visit(model)
-    return blocks
+__all__ = ["Compiler", "uncompile"]
 
 
 class Compiler:
@@ -55,6 +28,7 @@ class Compiler:
     def __init__(self, arguments: dict[str, Any], *, regional: bool) -> None:
         self.arguments = arguments
         self.regional = regional
+        self._codes: dict[type, types.CodeType] = {}
 
     def __call__(self, model: torch.nn.Module) -> None:
         """Compile; a module that is compiled already stays as it is.
@@ -62,12 +36,47 @@ class Compiler:
         Not with ``module.compile()``: torch passes over the frames of its own modules (Sequential, Linear, TransformerEncoder), so that of
         a model made of them nothing would be compiled. From a frame of ours it inlines them, as ``torch.compile(module)`` does.
         """
-        codes: dict[type, types.CodeType] = {}
+        codes: dict[type, types.CodeType] = {}  # of this model's blocks alone: other models have theirs
         for module in (repeated_blocks(model) if self.regional else []) or [model]:
             if module._compiled_call_impl is None:
                 entry = _entry(module._call_impl, codes.get(type(module)))
                 codes[type(module)] = entry.__code__
                 module._compiled_call_impl = torch.compile(entry, **self.arguments)
+
+    def inside_hooks(self, module: torch.nn.Module) -> None:
+        """Compile a module's forward, and leave its hooks outside: for backends whose hooks communicate, which breaks a graph."""
+        if _compiled_forward(module) is None:
+            compiled = CompiledForward(module, self.arguments, self._codes.get(type(module)))
+            self._codes[type(module)] = compiled.code
+            module.forward = compiled
+
+
+class CompiledForward:
+    """Takes the place of a module's ``forward``.
+
+    Args:
+        module: The module.
+        arguments: Keyword arguments of ``torch.compile``.
+        code: Of the frame in which compiling begins, to share with other modules of the class; None for one of its own.
+    """
+
+    def __init__(self, module: torch.nn.Module, arguments: dict[str, Any], code: types.CodeType | None) -> None:
+        self.replaced = module.__dict__.get("forward")
+        self.__wrapped__ = self.replaced or type(module).forward.__get__(module)
+        entry = _entry(self.__wrapped__, code)
+        self.code = entry.__code__
+        self.call = torch.compile(entry, **arguments)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
+def _compiled_forward(module: torch.nn.Module) -> CompiledForward | None:
+    """What `Compiler.inside_hooks` put in place of a module's forward, also below what others put around it."""
+    forward = module.__dict__.get("forward")
+    while forward is not None and not isinstance(forward, CompiledForward):
+        forward = getattr(forward, "replaced", None)
+    return forward
 
 
 def _entry(call: Callable[..., Any], code: types.CodeType | None) -> types.FunctionType:
@@ -96,4 +105,7 @@ def uncompile(model: torch.nn.Module) -> torch.nn.Module:
     for module in model.modules():
         if module._compiled_call_impl is not None:
             module._compiled_call_impl = None
+        compiled = _compiled_forward(module)
+        if compiled is not None:
+            compiled.call = compiled.__wrapped__
     return model

@@ -14,7 +14,7 @@ from drivetrain.config.files import ConfigFile, read_config_file
 from drivetrain.config.origins import DEFAULT
 from drivetrain.config.precedence import Resolved, resolve_core
 from drivetrain.config.settings import CoreSettings, variable
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, UnsupportedError
 from drivetrain.specs import BackendSpec, Capability, DeviceSpec, ProcessInfo, Request
 
 __all__ = ["resolve"]
@@ -72,10 +72,11 @@ def resolve(
         device=device.name,
         device_count=availability.status(device.name).count,
         backend="auto" if wanted is None else wanted.name,
-        option_types=given.type_names(),
+        option_types=given.type_names() | frozenset(options.options),
         environ=environ,
     )
     backend = chooser.backend(wanted, device, precision, request)
+    _check_mesh(backend, options)
     trackers = chooser.trackers()
     checkpoint_format = chooser.checkpoint_format()
     options.spec("device", device, registry)
@@ -186,6 +187,16 @@ def _device_notes(process: ProcessInfo, device: DeviceSpec, count: int) -> list[
     return [
         f"{process.local_world_size} processes on this machine share {count} {device.name} devices; start {count} at most."
     ]
+
+
+def _check_mesh(backend: BackendSpec, options: OptionResolver) -> None:
+    """Refuse a mesh where processes form none."""
+    mesh = options.options.get("ParallelismConfig")
+    if mesh is not None and Capability.DEVICE_MESH not in backend.capabilities:
+        raise UnsupportedError(
+            f"ParallelismConfig was given, and the backend {backend.name!r} forms no mesh of processes. `drivetrain plugins --kind backend` "
+            "lists backends with their capabilities: 'device-mesh' is what it takes."
+        )
 
 
 def _unused(given: GivenOptions, options: OptionResolver, backend: BackendSpec) -> list[str]:

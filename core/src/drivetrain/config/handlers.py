@@ -287,6 +287,8 @@ CORE_OPTIONS: Mapping[str, CoreOption] = {
     "project": CoreOption("drivetrain.checkpoint.project:ProjectConfiguration", "project_config"),
     "data_loader": CoreOption("drivetrain.data.config:DataLoaderConfiguration", "dataloader_config"),
     "tracking": CoreOption("drivetrain.tracking.options:TrackingOptions"),
+    "parallelism": CoreOption("drivetrain.parallel.config:ParallelismConfig", "parallelism_config"),
+    "activation_checkpointing": CoreOption("drivetrain.memory.activations:ActivationCheckpointing"),
 }
 
 #: Sections that others read, before there is an Accelerator.

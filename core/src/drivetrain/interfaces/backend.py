@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from drivetrain.errors import UnsupportedError
 from drivetrain.interfaces.device import Device
 from drivetrain.interfaces.precision import Precision
+from drivetrain.memory.activations import ActivationCheckpointing, checkpoint_activations
 from drivetrain.specs import BackendSpec, Capability, ProcessInfo
 
 __all__ = ["Backend", "BackendContext", "PrepareRequest", "Prepared", "WindowView"]
@@ -43,7 +45,9 @@ class BackendContext:
         handlers: Other options objects that the user gave, by class name (``InitProcessGroupKwargs``, ``AutocastKwargs``).
         gradient_accumulation_steps: Micro-batches per window.
         debug: Collectives are to be checked as thoroughly as can be, at the cost of speed.
-        compiler: Called with a module after it was placed and before it is wrapped; compiles it (regionally) in place, or does nothing.
+        compiler: Called with a module after it was placed and before it is wrapped; compiles it (regionally) in place; its
+            ``inside_hooks`` compiles one module without its hooks. None where models aren't compiled.
+        activations: Which blocks compute their activations again in backward (an `ActivationCheckpointing`); None for none.
     """
 
     process: ProcessInfo
@@ -55,6 +59,7 @@ class BackendContext:
     gradient_accumulation_steps: int = 1
     debug: bool = False
     compiler: Any = None
+    activations: ActivationCheckpointing | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,6 +137,11 @@ class Backend:
         return self.context.process.world_size
 
     @property
+    def device_mesh(self) -> Any:
+        """The mesh that processes form (a ``torch.distributed.DeviceMesh`` with named dimensions); None where they form none."""
+        return None
+
+    @property
     def gradient_group(self) -> dist.ProcessGroup | None:
         """Processes over which gradients are averaged: those that hold different data, and those that hold parts of the same rows.
 
@@ -179,14 +189,34 @@ class Backend:
         return Prepared(models=models, optimizers=optimizers, schedulers=list(request.schedulers))
 
     def prepare_model(self, model: torch.nn.Module, *, device_placement: bool, evaluation: bool) -> torch.nn.Module:
-        """Convert, place, compile, wrap one model, in this order."""
+        """Convert, place, make recompute, compile, wrap one model, in this order."""
         model = self.precision.convert_module(model)
-        if device_placement:
-            model = model.to(self.device)
+        model = self.place_model(model, device_placement)
         model = self.precision.wrap_forward(model)
+        if not evaluation:
+            self.recompute_activations(model)
         if self.context.compiler is not None:
             self.context.compiler(model)
         return self.wrap_model(model, evaluation=evaluation)
+
+    def place_model(self, model: torch.nn.Module, device_placement: bool) -> torch.nn.Module:
+        """Move a model to the device, if it is to be moved.
+
+        Raises:
+            UnsupportedError: For weights on the meta device, which this backend has no way to fill.
+        """
+        empty = [n for n, t in itertools.chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
+        if empty:
+            raise UnsupportedError(
+                f"{', '.join(empty[:3])} of {type(model).__name__} have no values: the model was made under init_empty_weights(). The backend "
+                f"{self.spec.name!r} keeps whole models: make it without, or use a backend that shards."
+            )
+        return model.to(self.device) if device_placement else model
+
+    def recompute_activations(self, model: torch.nn.Module) -> None:
+        """Make blocks of a model compute their activations again in backward, where that was asked for."""
+        if self.context.activations is not None:
+            checkpoint_activations(model, self.context.activations)
 
     def wrap_model(self, model: torch.nn.Module, *, evaluation: bool) -> torch.nn.Module:
         """Set up gradient synchronisation for a model that is in place; `unwrap` undoes it."""
@@ -352,6 +382,19 @@ class Backend:
                 "param_groups": [{**g, "params": [index[n] for n in g["params"]]} for g in state["param_groups"]],
             }
         )
+
+    @contextlib.contextmanager
+    def full_parameters(self, model: torch.nn.Module, *, write: bool = False) -> Iterator[torch.nn.Module]:
+        """Inside, the model's parameters are whole: for what can't work on shards. Collective.
+
+        Args:
+            model: A prepared model.
+            write: Keep what the block changes.
+
+        Yields:
+            The unwrapped model.
+        """
+        yield self.unwrap(model)
 
     def state_layout(self, parameter: torch.Tensor) -> Any:
         """How optimizer state of a parameter's shape lies on the processes: a DTensor or `Shards` with any values; a plain tensor for whole state.

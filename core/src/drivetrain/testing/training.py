@@ -22,7 +22,7 @@ class Case:
         accumulation: Micro-batches per window.
         epochs: How often over the data.
         max_norm: Clip gradients to this norm, or None.
-        optimizer: "sgd" (with momentum) or "adamw".
+        optimizer: "sgd" (with momentum), "adamw" or "adagrad".
         scheduler: Halve the learning rate every second optimizer step.
         weighted: Each row has 0 to 4 items, and the loss is the mean over items: ``backward(loss, weight=items)``.
         sized: The loader knows its length; otherwise the data set is a stream.
@@ -149,6 +149,8 @@ def _make_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer
     if case.optimizer == "sgd":
         # Small enough to converge also without clipping: a training that diverges turns one rounding into another result.
         return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    if case.optimizer == "adagrad":  # has a state as soon as it is made
+        return torch.optim.Adagrad(model.parameters(), lr=0.05)
     return torch.optim.AdamW(model.parameters(), lr=0.02)
 
 

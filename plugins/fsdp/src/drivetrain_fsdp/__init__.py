@@ -1,0 +1,1 @@
+"""Parameters, gradients and optimizer state sharded over processes, with torch's fully_shard."""
