@@ -87,7 +87,9 @@ def test_any_loader_covers_each_sample_once(length, batch, world, kind, strategy
 
     def make():
         dataset = {"stream": Numbers(length), "sized stream": SizedNumbers(length)}.get(kind, range(length))
-        return DataLoader(dataset, batch_size=batch, drop_last=drop_last, shuffle=(kind == "shuffled" and length > 0) or None)
+        return DataLoader(
+            dataset, batch_size=batch, drop_last=drop_last, shuffle=(kind == "shuffled" and length > 0) or None
+        )
 
     loaders = prepare(make, world, strategy=strategy, split_batches=split, even_batches=even, dispatch_batches=False)
     total = batch if split else batch * world
