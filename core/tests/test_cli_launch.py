@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from drivetrain.cli import main
 from drivetrain.cli.launch import launch
+from drivetrain.config import CoreSettings
 from drivetrain.testing.launching import marked_processes
 
 
@@ -103,7 +105,37 @@ def test_a_rank_that_exits_7_while_another_hangs(tmp_path):
         (["-m", "absent"], 2, "no module 'absent'"),
         ([], 2, "Give a script to run"),
         (["--nunmachines", "2", "script.py"], 2, "No such option"),
-        (["--nnodes", "1:4", "script.py"], 2, "range of machines"),
+        (["--nnodes", "4:1", "script.py"], 2, "MIN:MAX"),
+        (["--nnodes", "1:4", "script.py"], 2, "where to meet"),
+        (
+            ["--nnodes", "1:4", "--rdzv-backend", "static", "--rdzv-endpoint", "127.0.0.1:1", "script.py"],
+            2,
+            "to be there",
+        ),
+        (["--min-machines", "2", "--nnodes", "1:4", "script.py"], 2, "contradict"),
+        (["--tee", "3", "script.py"], 2, "--log-dir"),
+        (["--log-dir", "logs", "--tee", "7", "script.py"], 2, "0 (none), 1 (stdout)"),
+        (["--log-dir", "logs", "--redirects", "5:1", "script.py"], 2, "no local rank 5"),
+        (["--cpu", "--num-processes", "9999", "--cpu-binding", "cores", "script.py"], 2, "cores of their own"),
+        (["--ddp-bucket-cap-mb", "large", "script.py"], 2, "expected a number"),
+        (["--ddp-bucket-cap-mbs", "3", "script.py"], 2, "Did you mean '--ddp-bucket-cap-mb'"),
+        (["--use-ddp", "--backend", "single", "script.py"], 2, "contradict"),
+        (["--multi-gpu", "--cpu", "script.py"], 2, "no accelerator"),
+        (
+            [
+                "--main-process-ip",
+                "no.such.host.invalid",
+                "--main-process-port",
+                "1",
+                "--nnodes",
+                "2",
+                "-n",
+                "2",
+                "script.py",
+            ],
+            1,
+            "isn't known",
+        ),
         (["--cpu", "--mixed-precision", "bf17", "script.py"], 1, "bf16"),
         (["--on", "mars", "script.py"], 1, "mars"),
         (["--rdzv-endpoint", "a:b", "script.py"], 2, "HOST:PORT"),
@@ -163,11 +195,78 @@ def test_help_groups_its_options():
 def test_every_flag_has_a_meaning():
     """A flag that nothing reads would be accepted and ignored."""
     from drivetrain.cli import launch as module
-    from drivetrain.config import CoreSettings
     from drivetrain.launch.options import LaunchOptions, LocalOptions
 
     assert set(module._LAUNCH) == set(LaunchOptions.hints())
     assert set(module._LOCAL) == set(LocalOptions.hints())
     assert set(module._CORE) <= set(CoreSettings.hints())
     own = {"command", "module", "no_python", "nproc_per_node", "rdzv_endpoint", "standalone", "quiet", "dry_run"}
+    own |= {"multi_gpu", "enable_cpu_affinity"}
     assert {p.name for p in launch.params} == own | set(module._LAUNCH) | set(module._LOCAL) | set(module._CORE)
+
+
+def test_core_settings_without_a_flag_of_their_own_have_a_generated_one():
+    names = {p.name for p in launch.get_params(click.Context(launch))}
+    assert set(CoreSettings.hints()) <= names
+
+
+def test_no_two_flags_have_the_same_name():
+    parameters = launch.get_params(click.Context(launch))
+    flags = [flag for p in parameters if isinstance(p, click.Option) for flag in [*p.opts, *p.secondary_opts]]
+    assert sorted({f for f in flags if flags.count(f) > 1}) == []
+    names = [p.name for p in parameters]
+    assert sorted({n for n in names if names.count(n) > 1}) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (["--ddp-bucket-cap-mb", "50"], "DRIVETRAIN_DDP_BUCKET_CAP_MB=50"),
+        (["--ddp_find_unused_parameters"], "DRIVETRAIN_DDP_FIND_UNUSED_PARAMETERS=true"),
+        (["--no-ddp-find-unused-parameters"], "DRIVETRAIN_DDP_FIND_UNUSED_PARAMETERS=false"),
+        (["--use_ddp"], "DRIVETRAIN_BACKEND=ddp"),
+        (["--log-with", "jsonl,tensorboard"], "DRIVETRAIN_LOG_WITH=jsonl,tensorboard"),
+        (["--device", "cpu"], "DRIVETRAIN_DEVICE=cpu"),
+        (["--debug"], "TORCH_DISTRIBUTED_DEBUG=DETAIL"),
+        (["--enable-cpu-affinity"], "taskset -c"),
+    ],
+)
+def test_settings_of_everything_installed_are_flags(dry, flags, wanted):
+    lines = dry("--cpu", "-n", "2", *flags)
+    assert len(lines) == 2
+    assert all(wanted in line for line in lines)
+
+
+def test_a_launch_imports_no_plugins_options_unless_they_are_spoken_of(script):
+    code = (
+        "import sys\n"
+        "from drivetrain.cli import main\n"
+        f"sys.argv = ['drivetrain', 'launch', '--cpu', '--dry-run', '-n', '1', {str(script)!r}]\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    print([m for m in sys.modules if m.endswith('_ddp.options')])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "[]", result.stderr
+
+
+def test_the_file_that_config_writes_counts_without_being_named(script, tmp_path):
+    (tmp_path / "drivetrain.toml").write_text("mixed_precision = 'bf16'\n[launch]\nnum_processes = 2\n")
+    result = drivetrain("launch", "--cpu", script, cwd=tmp_path)
+    assert sorted(result.stdout.splitlines()) == [f"[rank {r}] {r} 2 true - []" for r in (0, 1)]
+    assert "settings of drivetrain.toml" in result.stderr
+
+
+def test_a_typo_in_the_file_ends_the_launch_with_line_and_nearest_match(script, tmp_path):
+    (tmp_path / "drivetrain.toml").write_text("[ddp]\nbucket_cap = 3\n")
+    result = drivetrain("launch", "--cpu", script, cwd=tmp_path)
+    assert result.returncode == 2
+    assert "drivetrain.toml:2: [ddp] has no setting 'bucket_cap'. Did you mean 'bucket_cap_mb'?" in result.stderr
+
+
+def test_a_section_of_a_plugin_that_is_not_installed_is_named_and_not_fatal(script, tmp_path):
+    (tmp_path / "drivetrain.toml").write_text("[moon]\nphase = 3\n")
+    result = drivetrain("launch", "--cpu", "-n", "1", script, cwd=tmp_path)
+    assert result.returncode == 0
+    assert "drivetrain.toml:1: no installed plugin has the section [moon]" in result.stderr

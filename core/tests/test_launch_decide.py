@@ -8,7 +8,7 @@ import pytest
 
 from drivetrain._builtin import plugin
 from drivetrain.errors import ConfigurationError, PluginNotFoundError, UnsupportedError
-from drivetrain.launch._decide import Command, decide
+from drivetrain.launch._decide import _DEBUG, Command, decide
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.specs import BackendSpec, Capability, Detection, LauncherSpec, Score
 from drivetrain.testing.catalog import MemoryRegistry, devices
@@ -31,6 +31,7 @@ def _decide(
     environ=None,
     local=None,
     per_machine=None,
+    sections=None,
     words=("x.py",),
     **counts,
 ):
@@ -39,6 +40,7 @@ def _decide(
         LaunchOptions(**(given or {})),
         settings or {},
         local,
+        sections,
         registry=registry,
         environ=environ or {},
         availability=devices(registry, **counts),
@@ -113,7 +115,7 @@ def test_an_unknown_key_of_the_file_is_named_with_its_line_and_the_nearest(tmp_p
 def test_flags_reach_the_ranks_as_variables():
     settings = {"mixed_precision": "bf16", "gradient_accumulation_steps": 4, "debug": True, "cpu": True}
     decision = _decide({"num_processes": 2, "num_cpu_threads_per_process": 3}, settings)
-    assert decision.request.environment == {
+    assert {k: v for k, v in decision.request.environment.items() if k not in _DEBUG} == {
         "DRIVETRAIN_MIXED_PRECISION": "bf16",
         "DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS": "4",
         "DRIVETRAIN_DEBUG": "true",
@@ -122,6 +124,33 @@ def test_flags_reach_the_ranks_as_variables():
         "FAR_MODE": "fast",
         "FAR_SEED": "1",
     }
+
+
+def test_debugging_has_libraries_say_more_unless_the_user_has_said_how_much(tmp_path):
+    decision = _decide({"num_processes": 2}, {"debug": True}, environ={"NCCL_DEBUG": "INFO"})
+    wanted = {k: v for k, v in _DEBUG.items() if k != "NCCL_DEBUG"}
+    assert wanted.items() <= decision.request.environment.items()
+    assert "NCCL_DEBUG" not in decision.request.environment
+    (tmp_path / "drivetrain.toml").write_text("debug = true\n")
+    decision = _decide({"num_processes": 2}, {"config_file": str(tmp_path / "drivetrain.toml")})
+    assert decision.request.environment["DRIVETRAIN_DEBUG"] == "true"
+
+
+def test_settings_of_sections_travel_as_variables_and_a_launchers_go_to_it():
+    decision = _decide({"num_processes": 2}, sections={"ddp": {"bucket_cap_mb": "3"}, "local": {"role": "x"}})
+    assert decision.request.environment["DRIVETRAIN_DDP_BUCKET_CAP_MB"] == "3"
+    assert decision.request.options == {"role": "x"}
+    registry = MemoryRegistry([plugin], specs=[LauncherSpec(name="moon", target="moon:Launcher")])
+    with pytest.raises(ConfigurationError, match="--moon-phase is a setting of the launcher 'moon'.*--on moon"):
+        _decide({"num_processes": 1}, sections={"moon": {"phase": "3"}}, registry=registry)
+
+
+def test_a_range_of_machines():
+    given = {"num_machines": 4, "min_machines": 1, "main_process_ip": "a", "main_process_port": 29500}
+    request = _decide(given, per_machine="2").request
+    assert (request.num_processes, request.num_machines, request.min_machines, request.elastic) == (8, 4, 1, True)
+    with pytest.raises(ConfigurationError, match="make no range"):
+        _decide({**given, "min_machines": 5}, per_machine="2")
 
 
 def test_the_config_file_is_found_from_any_directory(tmp_path, monkeypatch):

@@ -173,3 +173,23 @@ def test_two_machines_meet(start, backend, tmp_path):
     ]
     if backend == "static":
         assert {addr for *_, addr in seen} == {"127.0.0.1"}
+
+
+def test_a_machine_that_comes_later_joins_an_elastic_job(start):
+    with socket.create_server(("", 0)) as s:
+        port = s.getsockname()[1]
+    script = (
+        "import os, time\n"
+        "print('ready', os.environ['WORLD_SIZE'], flush=True)\n"
+        "time.sleep(60 if os.environ['WORLD_SIZE'] == '1' else 0)\n"
+    )
+    common = {"num_processes": 2, "num_machines": 2, "min_machines": 1, "main_process_ip": "127.0.0.1"}
+    common |= {"main_process_port": port, "options": {"rdzv_conf": {"last_call_timeout": 1}}}
+    first = start(script, ready=1, **common)
+    second = start(script, **common)
+    for machine in (first, second):
+        out, err, _ = _finish(machine, 60)
+        assert machine.returncode == 0, err
+        assert out.splitlines()[-1].split("] ")[1] == "ready 2"
+        assert ("a machine has come or gone" in err) == (machine is first)
+        assert ("starting all ranks again, 2 instead of 1" in err) == (machine is first)

@@ -18,6 +18,7 @@ from pathlib import Path
 from drivetrain._engine.collecting import Sections
 from drivetrain._plugins import get_registry
 from drivetrain.config import variable
+from drivetrain.config.describing import described
 from drivetrain.config.handlers import CORE_OPTIONS
 from drivetrain.config.settings import CoreSettings
 
@@ -61,14 +62,14 @@ def _accepted(cls: type) -> str:
 
 
 def _table(cls: typing.Any, section: str) -> list[str]:
-    described = _arguments(cls)
+    says = described(cls)
     rows = ["| setting | type | default | what it says | variable |", "|---|---|---|---|---|"]
     defaults = cls()
     for name, hint in cls.hints().items():
         default = _default(getattr(defaults, name))
         kind = _type(hint)
         where = f"`{variable(name, section)}`" if kind != "function" else "in Python only"
-        cells = [f"`{name}`", kind, f"`{default}`", described[name], where]
+        cells = [f"`{name}`", kind, f"`{default}`", says[name], where]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return rows
 
@@ -103,14 +104,6 @@ def _type(hint: typing.Any) -> str:
 
 def _summary(cls: type) -> str:
     return _plain((inspect.getdoc(cls) or "").split("\n\n")[0])
-
-
-def _arguments(cls: type) -> dict[str, str]:
-    """The descriptions of a class's docstring by argument."""
-    text = inspect.getdoc(cls) or ""
-    block = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.DOTALL | re.MULTILINE)
-    found = re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", block[1] if block else "", re.DOTALL | re.MULTILINE)
-    return {name: _plain(words) for name, words in found}
 
 
 def _plain(text: str) -> str:

@@ -78,6 +78,15 @@ def num_machines(value, folder):
     return two_machines(folder, num_machines=value)["GROUP_WORLD_SIZE"]
 
 
+@effect("LaunchOptions.min_machines", (None, "LaunchError"), (1, "1"))
+def min_machines(value, folder):
+    """The other of two machines never comes."""
+    meeting = {"main_process_ip": "127.0.0.1", "main_process_port": find_free_port()}
+    conf = {"last_call_timeout": 1, "join_timeout": 4, "read_timeout": 5}
+    kind = {"rdzv_backend": "c10d", "rdzv_conf": conf}
+    return variable("WORLD_SIZE", folder, num_processes=2, num_machines=2, min_machines=value, **meeting, **kind)
+
+
 @effect("LaunchOptions.machine_rank", (0, "0"), (1, "1"))
 def machine_rank(value, folder):
     return two_machines(folder, machine_rank=value)["RANK"]
@@ -152,6 +161,35 @@ def rdzv_conf(value, folder):
 @effect("LocalOptions.local_addr", ("127.0.0.1", "127.0.0.1"), ("localhost", "localhost"))
 def local_addr(value, folder):
     return two_machines(folder, rdzv_backend="c10d", local_addr=value)["MASTER_ADDR"]
+
+
+def shown(folder, **flags):
+    """What is shown of two ranks, with a directory for files."""
+    launch(folder, "echo hello $RANK", num_processes=2, log_dir=str(folder / "logs"), **flags)
+    return (folder / "out").read_text().splitlines()
+
+
+@effect("LocalOptions.tee", ("0:3", ["[rank 0] hello 0"]), ("1:3", ["[rank 1] hello 1"]))
+def tee(value, folder):
+    return shown(folder, tee=value, redirects="3")
+
+
+@effect("LocalOptions.redirects", ("0:3", ["[rank 1] hello 1"]), ("1:3", ["[rank 0] hello 0"]))
+def redirects(value, folder):
+    return shown(folder, redirects=value)
+
+
+@effect("LocalOptions.cpu_binding", ("none", True), ("cores", False))
+def cpu_binding(value, folder):
+    """Whether ranks share processors."""
+    launch(folder, 'grep Cpus_allowed_list /proc/self/status > "$0/rank-$RANK"', num_processes=2, cpu_binding=value)
+    return (folder / "rank-0").read_text() == (folder / "rank-1").read_text()
+
+
+@effect("LocalOptions.hang_timeout", (None, False), (0.2, True))
+def hang_timeout(value, folder):
+    launch(folder, "sleep 1", num_processes=1, **({"hang_timeout": value} if value else {}))
+    return "where the ranks are" in (folder / "out").read_text()
 
 
 @effect("LocalOptions.shutdown_timeout", (30.0, True), (0.1, False))

@@ -21,7 +21,8 @@ class LaunchRequest:
         module: ``command[0]`` is a module name (``python -m``).
         plain: ``command[0]`` is an executable and not a Python script.
         num_processes: Number of processes in all, over all machines.
-        num_machines: Number of machines.
+        num_machines: Number of machines; the most, if ``min_machines`` is given.
+        min_machines: The fewest machines with which the job may run (it is elastic then); None for exactly ``num_machines``.
         machine_rank: Rank of this machine.
         main_process_ip: Host of the rendezvous; None on one machine.
         main_process_port: Port of the rendezvous; None or 0 for a free one.
@@ -41,6 +42,7 @@ class LaunchRequest:
     plain: bool = False
     num_processes: int = 1
     num_machines: int = 1
+    min_machines: int | None = None
     machine_rank: int = 0
     main_process_ip: str | None = None
     main_process_port: int | None = None
@@ -49,6 +51,11 @@ class LaunchRequest:
     label_output: bool = True
     max_restarts: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether machines may come and go."""
+        return self.min_machines is not None
 
 
 class Launcher:

@@ -5,6 +5,7 @@ Imports torch: `drivetrain.launch.local` imports this module as late as it can.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -40,6 +41,7 @@ from drivetrain.launch.options import LocalOptions
 __all__ = ["Agent", "Loopback", "rendezvous_of"]
 
 _HOST = "127.0.0.1"
+_NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class Loopback(RendezvousHandler):
@@ -102,31 +104,92 @@ class Loopback(RendezvousHandler):
         return True
 
 
+class Anew(RendezvousHandler):
+    """A rendezvous whose every round says anew where ranks meet.
+
+    torch's own keeps that from the first round on: a machine that joins later waits for it forever, and one that was rank 0 and isn't any
+    more stays with its old store. Its switch against that is a variable, set here for the duration of the call alone.
+
+    Args:
+        inner: torch's rendezvous.
+    """
+
+    def __init__(self, inner: RendezvousHandler) -> None:
+        self._inner = inner
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other machines."""
+        before = os.environ.get(_NOT_SHARED)
+        os.environ[_NOT_SHARED] = "1"
+        try:
+            return self._inner.next_rendezvous()
+        finally:
+            if before is None:
+                del os.environ[_NOT_SHARED]
+            else:
+                os.environ[_NOT_SHARED] = before
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Rank 0 opens a store of its own."""
+        return False
+
+    def get_backend(self) -> str:
+        """Name of torch's rendezvous."""
+        return self._inner.get_backend()
+
+    def is_closed(self) -> bool:
+        """Whether the job is over."""
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        """Say that the job is over."""
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """Machines that want to join."""
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        """Name of the run."""
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        """Let go of everything."""
+        return self._inner.shutdown()
+
+
 def rendezvous_of(request: LaunchRequest, options: LocalOptions) -> RendezvousHandler:
     """How the machines of a request meet.
 
-    On several machines torch's "static" rendezvous is the default, and "c10d" where restarts are wanted: it gives each attempt
-    a store of its own.
+    On several machines torch's "static" rendezvous is the default, and "c10d" where restarts are wanted or machines may come and go:
+    it gives each attempt a store of its own.
     """
-    if request.num_machines == 1:
+    if request.num_machines == 1 and not request.elastic:
         return Loopback(request.main_process_port or 0, options.rdzv_id)
-    backend = options.rdzv_backend or ("c10d" if request.max_restarts else "static")
+    several_tries = request.max_restarts or request.elastic
+    backend = options.rdzv_backend or ("c10d" if several_tries else "static")
     settings: dict[str, Any] = {"timeout": 900, **options.rdzv_conf}
+    if backend == "static" and request.elastic:
+        raise ConfigurationError("rdzv_backend='static' needs all machines to be there. Leave it out, or use 'c10d'.")
     if backend == "static":
         settings["rank"] = request.machine_rank
-    elif backend == "c10d":
+    elif (
+        backend == "c10d" and not request.elastic
+    ):  # elastic: machines have no ranks of their own, torch finds the host
         settings.setdefault("is_host", request.machine_rank == 0)
     parameters = RendezvousParameters(
         backend=backend,
         endpoint=f"{request.main_process_ip}:{request.main_process_port}",
         run_id=options.rdzv_id,
-        min_nodes=request.num_machines,
+        min_nodes=request.min_machines or request.num_machines,
         max_nodes=request.num_machines,
         local_addr=options.local_addr,
         **settings,
     )
     try:
-        return get_rendezvous_handler(parameters)
+        handler = get_rendezvous_handler(parameters)
+        return handler if backend == "static" else Anew(handler)
     except ValueError as error:
         raise ConfigurationError(
             f"Machines can't meet with rdzv_backend={backend!r} and rdzv_conf={dict(options.rdzv_conf)}: {error} "
@@ -145,7 +208,7 @@ class Agent(SimpleElasticAgent):
         interrupt: The signal that the launcher got, or None, at any time.
         hurry: Set when the user doesn't want to wait any more.
         grace: Seconds that ranks have to end after a signal to the launcher.
-        on_restart: Called before another attempt with its number.
+        on_restart: Called before ranks are started again: how many restarts after failures there have been, and the new world size.
     """
 
     def __init__(
@@ -158,7 +221,7 @@ class Agent(SimpleElasticAgent):
         interrupt: Callable[[], int | None],
         hurry: threading.Event,
         grace: float,
-        on_restart: Callable[[int], None],
+        on_restart: Callable[[int, int], None],
     ) -> None:
         handler = rendezvous_of(request, options)
         static = request.num_machines > 1 and handler.get_backend() == "static"
@@ -173,6 +236,7 @@ class Agent(SimpleElasticAgent):
             master_port=request.main_process_port if static else None,
         )
         super().__init__(spec)
+        self._again = False
         self._argv = command_line(request)
         self._environment = environment
         self._processes = processes
@@ -206,9 +270,10 @@ class Agent(SimpleElasticAgent):
                 "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
                 "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
             }
-        if attempt:
-            self._on_restart(attempt)
-        self._processes.start(environments, self._argv, attempt=attempt)
+        if self._again:
+            self._on_restart(attempt, worker_group.workers[0].world_size)
+        self._again = True
+        self._processes.start(environments, self._argv)
         pids = self._processes.pids
         return {worker.local_rank: pids[worker.global_rank] for worker in worker_group.workers}
 
@@ -220,6 +285,7 @@ class Agent(SimpleElasticAgent):
             return RunResult(
                 state=WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers}
             )
+        self._processes.locate()
         self._processes.stop(signal.SIGTERM, grace=FAILURE_GRACE, hurry=self._hurry)
         pids = self._processes.pids
         failures = {

@@ -74,6 +74,11 @@ def check_numbers(request: LaunchRequest) -> None:
             f"{request.num_processes} processes can't be spread evenly over {request.num_machines} machines: "
             f"the number of processes counts those of all machines."
         )
+    if request.min_machines is not None and not 1 <= request.min_machines <= request.num_machines:
+        raise ConfigurationError(
+            f"At least {request.min_machines} and at most {request.num_machines} machines make no range: the minimum lies between 1 "
+            f"and the maximum."
+        )
     if not 0 <= request.machine_rank < request.num_machines:
         raise ConfigurationError(
             f"The machine rank is {request.machine_rank}, and with {request.num_machines} machine(s) it must lie "
@@ -84,9 +89,9 @@ def check_numbers(request: LaunchRequest) -> None:
     port = request.main_process_port
     if port is not None and not 0 <= port <= 65535:
         raise ConfigurationError(f"The main process port is {port}; ports lie between 0 and 65535.")
-    if request.num_machines > 1 and (not request.main_process_ip or not port):
+    if (request.num_machines > 1 or request.elastic) and (not request.main_process_ip or not port):
         raise ConfigurationError(
-            f"{request.num_machines} machines need to know where to meet: give the address of machine 0 and a free port "
+            f"{request.num_machines} machine(s) need to know where to meet: give the address of machine 0 and a free port "
             f"on it, the same on each machine (--main-process-ip, --main-process-port)."
         )
 
@@ -154,7 +159,7 @@ def _check_module(name: str) -> None:
 
 def _check_endpoint(request: LaunchRequest) -> None:
     port = request.main_process_port or 0
-    if request.num_machines > 1:
+    if request.num_machines > 1 or request.elastic:
         try:
             socket.getaddrinfo(request.main_process_ip, port)
         except OSError as error:
@@ -162,7 +167,7 @@ def _check_endpoint(request: LaunchRequest) -> None:
                 f"The host {request.main_process_ip!r} of the main process isn't known here ({error.strerror}). Give an "
                 f"address of machine 0 that this machine can reach (--main-process-ip)."
             ) from None
-    if port and request.machine_rank == 0:
+    if port and request.machine_rank == 0 and not request.elastic:  # elastic: the first that comes opens it
         try:
             socket.create_server(("", port)).close()
         except OSError as error:

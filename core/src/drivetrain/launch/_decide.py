@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain._engine.availability import Availability
+from drivetrain._engine.collecting import Sections
 from drivetrain._engine.plan import Arguments, CatalogView, PreparePlan
 from drivetrain._engine.resolve import resolve
 from drivetrain.config import ConfigFile, read_config_file, resolve_options, variable
@@ -62,6 +63,7 @@ def decide(
     given: LaunchOptions,
     settings: Mapping[str, Any],
     launcher_options: Mapping[str, Any] | None = None,
+    sections: Mapping[str, Mapping[str, str]] | None = None,
     *,
     registry: CatalogView,
     environ: Mapping[str, str],
@@ -77,6 +79,7 @@ def decide(
         given: Launch options given as flags.
         settings: Core settings given as flags (``cpu``, ``mixed_precision``, ...): they travel to the ranks as variables.
         launcher_options: The launcher's own settings that were given as flags.
+        sections: Settings of other sections that were given as flags, as text: they travel to the ranks as variables.
         registry: What is installed.
         environ: The environment variables.
         availability: Which devices are there.
@@ -89,8 +92,10 @@ def decide(
     resolved = resolve_options(LaunchOptions, section="launch", given=given, environ=environ, file=file)
     options = resolved.value
     launcher: LauncherSpec = registry.get("launcher", options.on)
+    own, of_sections = _split_sections(sections or {}, launcher, registry)
+    environ = {**environ, **of_sections}
     counter = _Counter(settings, registry, environ, availability)
-    reasons: list[str] = []
+    reasons = Sections(registry).check(file)
     total = _total(command, options, counter, reasons, asked=str(resolved.origins["num_processes"]))
     check_numbers(_numbers(total, options))
     local = total // options.num_machines
@@ -99,6 +104,9 @@ def decide(
     elif options.gpu_ids != "all":
         counter.device()
     plan = counter.latest
+    for tracker in settings.get("log_with", ()):
+        if tracker != "all":
+            registry.get("tracker", tracker)
     if plan is None:
         _check_names(settings, registry)
     else:
@@ -108,12 +116,32 @@ def decide(
         command=tuple(command.words),
         module=command.module,
         plain=command.plain,
-        environment=_environment(options, settings, plan, registry, environ),
+        environment={**_environment(options, settings, plan, registry, environ), **of_sections},
         log_directory=None if options.log_dir is None else Path(options.log_dir),
         label_output=options.label,
-        options=_launcher_options(launcher, launcher_options or {}, registry, environ, file),
+        options=_launcher_options(launcher, {**(launcher_options or {}), **own}, registry, environ, file),
     )
     return Decision(launcher=launcher, request=request, reasons=tuple(reasons), plan=plan)
+
+
+def _split_sections(
+    sections: Mapping[str, Mapping[str, str]], launcher: LauncherSpec, registry: CatalogView
+) -> tuple[Mapping[str, str], dict[str, str]]:
+    """The launcher's own settings, and variables for the others."""
+    launchers = {spec.name.replace("-", "_") for spec in registry.specs("launcher").values()}
+    chosen = launcher.name.replace("-", "_")
+    variables: dict[str, str] = {}
+    for section, values in sections.items():
+        if section in launchers:
+            if section != chosen:
+                flag = f"--{section}-{next(iter(values))}".replace("_", "-")
+                raise ConfigurationError(
+                    f"{flag} is a setting of the launcher {section!r}, and {launcher.name!r} starts this job. Add --on {section}, or "
+                    "leave it out."
+                )
+        else:
+            variables.update({variable(name, section): value for name, value in values.items()})
+    return sections.get(chosen, {}), variables
 
 
 def _numbers(total: int, options: LaunchOptions) -> LaunchRequest:
@@ -122,6 +150,7 @@ def _numbers(total: int, options: LaunchOptions) -> LaunchRequest:
         command=(),
         num_processes=total,
         num_machines=options.num_machines,
+        min_machines=options.min_machines,
         machine_rank=options.machine_rank,
         main_process_ip=options.main_process_ip,
         main_process_port=options.main_process_port,
@@ -139,7 +168,7 @@ class _Counter:
         environ: Mapping[str, str],
         availability: Availability,
     ) -> None:
-        self._settings = settings
+        self._settings = {**settings, "log_with": ()}  # trackers may need what only the script says
         self._registry = registry
         self._environ = environ
         self._availability = availability
@@ -240,6 +269,8 @@ def _environment(
 ) -> dict[str, str]:
     """Variables for the ranks: flags as variables, what the backend needs, threads, devices."""
     variables: dict[str, str] = {}
+    if settings.get("debug") if plan is None else plan.settings.debug:
+        variables.update({variable("debug"): "true", **{k: v for k, v in _DEBUG.items() if k not in environ}})
     backend = plan.backend if plan is not None else None
     if backend is None and settings.get("backend", "auto") != "auto":
         backend = registry.get("backend", settings["backend"])
@@ -258,7 +289,20 @@ def _environment(
     return variables
 
 
+#: What libraries say and keep for a hang: the collectives' history, their warnings, native stacks.
+_DEBUG = {
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_SHOW_CPP_STACKTRACES": "1",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "NCCL_DEBUG": "WARN",
+    "GLOO_LOG_LEVEL": "WARN",
+}
+
+
 def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -286,5 +330,6 @@ def _launcher_options(
             )
         return {}
     cls = registry.load("launcher", launcher.name, launcher.options)
-    resolved = resolve_options(cls, section=launcher.name, given=cls.from_mapping(given), environ=environ, file=file)
+    typed = {k: cls.convert(k, v, strict=not isinstance(v, str)) for k, v in given.items()}
+    resolved = resolve_options(cls, section=launcher.name, given=cls(**typed), environ=environ, file=file)
     return dict(resolved.value.explicit())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,15 @@ def read_record(path: Path, pid: int) -> Mapping[str, Any]:
 
 
 def failure(
-    *, rank: int, pid: int, returncode: int, ended: float, stopped: bool, error_file: Path, log: Path | None = None
+    *,
+    rank: int,
+    pid: int,
+    returncode: int,
+    ended: float,
+    stopped: bool,
+    error_file: Path,
+    log: Path | None = None,
+    where: str = "",
 ) -> RankFailure:
     """Put together how a rank ended from its exit code and its record."""
     record = read_record(error_file, pid)
@@ -93,7 +101,7 @@ def failure(
         message=record.get("message", ""),
         traceback=record.get("py_callstack", ""),
         shown=bool(record.get("shown", False)),
-        where=record.get("where", ""),
+        where=record.get("where", where),
         log=log,
     )
 
@@ -126,12 +134,21 @@ def report(failures: Sequence[RankFailure], *, world_size: int, seconds: float) 
         if other is not first and not other.stopped:
             later = max(0.0, other.time - first.time)
             lines.append(f"  rank {other.rank} {other.describe()} {later:.1f} s later. {other.message}".rstrip())
+    lines += _standing(f for f in failures if f.stopped and f is not first and f.where)
     hint = _HINTS.get(first.returncode)
     if hint:
         lines.append(f"  {hint}")
     if first.log is not None:
         lines.append(f"  Its output is in {first.log}")
     return "\n".join(lines)
+
+
+def _standing(stopped: Iterable[RankFailure]) -> list[str]:
+    """Where the ranks were that have been stopped: there they waited for the one that failed."""
+    places: dict[str, list[int]] = {}
+    for f in stopped:
+        places.setdefault(f.where, []).append(f.rank)
+    return [f"  {_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} at {where}" for where, ranks in places.items()]
 
 
 def interrupt_report(signum: int, failures: Sequence[RankFailure]) -> str:

@@ -14,16 +14,24 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from drivetrain.config.settings import variable
 from drivetrain.errors import LaunchError
 from drivetrain.interfaces.launcher import LaunchRequest
+from drivetrain.launch._binding import shares_of
 from drivetrain.launch._checks import command_line, local_world_size
 from drivetrain.launch._environment import base_environment, rank_environment
 from drivetrain.launch._failures import RankFailure, report
 from drivetrain.launch._output import Sink
 from drivetrain.launch._processes import FAILURE_GRACE, OutputPolicy, RankProcesses
+from drivetrain.launch._stacks import SIGNAL, stacks_text
+from drivetrain.launch._streams import Destinations
 from drivetrain.launch.options import LocalOptions
 
 __all__ = ["Job", "Outcome"]
+
+
+#: Seconds of silence after which ``--debug`` shows where the ranks are.
+DEBUG_HANG_TIMEOUT = 300.0
 
 
 class _Interrupted(BaseException):
@@ -38,11 +46,13 @@ class Outcome:
         signum: The signal that ended it, or None.
         failures: The ranks that didn't succeed.
         seconds: How long its last attempt took.
+        world_size: Number of ranks that it had.
     """
 
     signum: int | None
     failures: tuple[RankFailure, ...]
     seconds: float
+    world_size: int
 
 
 class Job:
@@ -66,9 +76,18 @@ class Job:
         self._signum: int | None = None
         self._hurry = threading.Event()
         self._errors = stderr
-        label = request.label_output and request.num_processes > 1
-        policy = OutputPolicy(label=label, directory=request.log_directory, stdout=stdout, stderr=stderr)
-        self._processes = RankProcesses(policy, scratch)
+        self._debug = request.environment.get(variable("debug")) == "true"
+        self._hang_timeout = options.hang_timeout or (DEBUG_HANG_TIMEOUT if self._debug else None)
+        policy = OutputPolicy(
+            label=request.label_output and request.num_processes > 1,
+            directory=request.log_directory,
+            merged="all.log" if request.num_machines == 1 else f"all-machine-{request.machine_rank}.log",
+            stdout=stdout,
+            stderr=stderr,
+            destinations=Destinations(options.tee, options.redirects),
+            watched=self._hang_timeout is not None,
+        )
+        self._processes = RankProcesses(policy, scratch, shares=shares_of(options.cpu_binding, self._local))
 
     def run(self) -> Outcome:
         """Start the ranks and wait for their end; none is left running, whatever happens.
@@ -77,9 +96,9 @@ class Job:
             LaunchError: If they can't be started, or don't meet.
         """
         request = self._request
-        alone = request.num_processes == 1 and request.max_restarts == 0
+        alone = request.num_processes == 1 and request.max_restarts == 0 and not request.elastic
         try:
-            with _signals(self._on_signal):
+            with _signals(self._on_signal, self._on_question), self._watching():
                 try:
                     (self._run_one if alone else self._run_agent)()
                 except _Interrupted:
@@ -90,7 +109,9 @@ class Job:
             raise LaunchError(f"{request.command[0]} can't be started: {error.strerror or error}.") from None
         finally:
             self._processes.close()
-        return Outcome(self._signum, tuple(self._processes.failures()), self._processes.seconds)
+        return Outcome(
+            self._signum, tuple(self._processes.failures()), self._processes.seconds, self._processes.world_size
+        )
 
     def _run_one(self) -> None:
         """Start the only process and wait for it."""
@@ -146,20 +167,57 @@ class Job:
             self._say("drivetrain: ending all ranks (Ctrl-C again kills them at once)")
         raise _Interrupted
 
-    def _on_restart(self, attempt: int) -> None:
+    def _on_restart(self, attempt: int, world_size: int) -> None:
         self._processes.drain()
-        failures = self._processes.failures()
+        failures = [f for f in self._processes.failures() if not f.stopped]
+        before = self._processes.world_size
+        size = f", {world_size} instead of {before}" if world_size != before else ""
         if failures:
-            self._say(report(failures, world_size=self._request.num_processes, seconds=self._processes.seconds))
-        self._say(f"drivetrain: starting all ranks again ({attempt} of {self._request.max_restarts} restarts)")
+            self._say(report(self._processes.failures(), world_size=before, seconds=self._processes.seconds))
+            size = f"{size} ({attempt} of {self._request.max_restarts} restarts)"
+        else:
+            self._say("drivetrain: a machine has come or gone.")
+        self._say(f"drivetrain: starting all ranks again{size}")
+
+    def _on_question(self) -> None:
+        """Somebody wants to know where the ranks are. On a thread: the signal may have come in the middle of anything."""
+        threading.Thread(target=self._show_stacks, args=("SIGUSR2",), daemon=True).start()
+
+    def _show_stacks(self, why: str) -> None:
+        self._say(stacks_text(*self._processes.stacks(), why=why))
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Show where the ranks are once they have been silent for too long, each time anew."""
+        limit = self._hang_timeout
+        if limit is None:
+            yield
+            return
+        done = threading.Event()
+
+        def watch() -> None:
+            shown = False
+            while not done.wait(min(limit / 4, 5.0)):
+                silent = self._processes.silent_seconds >= limit
+                if silent and not shown:
+                    self._show_stacks(f"no output for {limit:g} s")
+                shown = silent
+
+        thread = threading.Thread(target=watch, name="drivetrain-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def _say(self, text: str) -> None:
         self._errors.write(text.encode() + b"\n")
 
 
 @contextlib.contextmanager
-def _signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Handle the signals that end programs; only Python's main thread can."""
+def _signals(handle: Callable[[int], None], answer: Callable[[], None]) -> Iterator[None]:
+    """Handle the signals that end programs, and the one that asks where the ranks are; only Python's main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -170,6 +228,8 @@ def _signals(handle: Callable[[int], None]) -> Iterator[None]:
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
     numbers = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]  # nohup stays nohup
     before: dict[int, Any] = {n: signal.signal(n, handler) for n in numbers}
+    if SIGNAL is not None:
+        before[SIGNAL] = signal.signal(SIGNAL, lambda *_: answer())
     try:
         yield
     finally:

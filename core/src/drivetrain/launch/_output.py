@@ -85,11 +85,13 @@ class Source:
         label: What stands before each line; empty for output that passes through as it is.
         writer: Where it is shown, or None.
         log: File that it goes to as well, or None.
+        copy: Another source that gets the same, or None: with another label, for another writer.
     """
 
     label: bytes = b""
     writer: LineWriter | None = None
     log: IO[bytes] | None = None
+    copy: Source | None = None
     pending: bytes = field(default=b"", init=False)
     needs_label: bool = field(default=True, init=False)
     last: float = field(default=0.0, init=False)
@@ -100,6 +102,26 @@ class Source:
             self.log.write(data)
         if self.writer is not None:
             self.writer.feed(self, data, now)
+        self.last = now
+        if self.copy is not None:
+            self.copy.feed(data, now)
+
+    def flush(self, *, before: float = float("inf")) -> None:
+        """Write an unfinished line that has been waiting since ``before``."""
+        if self.writer is not None:
+            self.writer.flush(self, before=before)
+        if self.copy is not None:
+            self.copy.flush(before=before)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an unfinished line is held back."""
+        return bool(self.pending) or (self.copy is not None and self.copy.waiting)
+
+    def writers(self) -> list[LineWriter]:
+        """All writers that it feeds."""
+        own = [] if self.writer is None else [self.writer]
+        return own + ([] if self.copy is None else self.copy.writers())
 
 
 class LineWriter:
@@ -199,6 +221,8 @@ class OutputRouter:
         self._sources: dict[int, Source] = {}
         self._writers: list[LineWriter] = []
         self._closing = False
+        #: When anything was last read, by `time.monotonic`.
+        self.last_read = time.monotonic()
         self._thread: threading.Thread | None = None
 
     def add(self, fd: int, source: Source) -> None:
@@ -206,8 +230,7 @@ class OutputRouter:
         os.set_blocking(fd, False)
         with self._lock:
             self._sources[fd] = source
-            if source.writer is not None and source.writer not in self._writers:
-                self._writers.append(source.writer)
+            self._writers += [w for w in source.writers() if w not in self._writers]
             self._selector.register(fd, selectors.EVENT_READ, source)
         self._start()
 
@@ -223,8 +246,7 @@ class OutputRouter:
             for fd in list(self._sources):
                 self._read(fd, _REST)
             for source in self._sources.values():
-                if source.writer is not None:
-                    source.writer.flush(source)
+                source.flush()
             for writer in self._writers:
                 writer.finish()
 
@@ -256,15 +278,14 @@ class OutputRouter:
 
     def _run(self) -> None:
         while not self._closing:
-            waiting = any(source.pending for source in list(self._sources.values()))
+            waiting = any(source.waiting for source in list(self._sources.values()))
             ready = self._selector.select(FLUSH_SECONDS if waiting else None)
             with self._lock:
                 for key, _ in ready:
                     self._handle(key)
                 before = time.monotonic() - FLUSH_SECONDS
                 for source in self._sources.values():
-                    if source.pending and source.writer is not None:
-                        source.writer.flush(source, before=before)
+                    source.flush(before=before)
 
     def _handle(self, key: selectors.SelectorKey) -> None:
         if key.fd == self._wake_reader:
@@ -288,12 +309,14 @@ class OutputRouter:
             except OSError:
                 data = b""
             if data:
-                source.feed(data, time.monotonic())
-            gone = source.log is None and source.writer is not None and source.writer.sink.broken
+                self.last_read = time.monotonic()
+                source.feed(data, self.last_read)
+            gone = (
+                source.log is None and source.copy is None and source.writer is not None and source.writer.sink.broken
+            )
             if not data or gone:  # a reader that is gone is gone for the rank too, as if it wrote there itself
                 self._selector.unregister(fd)
                 os.close(fd)
                 del self._sources[fd]
-                if source.writer is not None:
-                    source.writer.flush(source)
+                source.flush()
                 return

@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from drivetrain.launch import _stacks
+from drivetrain.launch._binding import bound_to
 from drivetrain.launch._failures import RankFailure, failure
 from drivetrain.launch._output import LineWriter, OutputRouter, Sink, Source
+from drivetrain.launch._streams import Destinations
 
 __all__ = ["OutputPolicy", "RankProcesses"]
 
@@ -31,14 +34,20 @@ class OutputPolicy:
 
     Args:
         label: Whether lines get their rank's label. Off, ranks write to the launcher's streams themselves.
-        directory: Where each rank's output goes as ``rank-N.log``; the terminal then shows rank 0 alone.
+        directory: Where each rank's output goes as ``rank-N.log``, and that of all as ``all.log``.
         stdout, stderr: The launcher's streams.
+        destinations: With a directory, what is written and what is shown.
+        merged: Name of the file for all ranks of this machine.
+        watched: No rank may write to the launcher's own streams: somebody looks for signs of life.
     """
 
     label: bool
     directory: Path | None
     stdout: Sink
     stderr: Sink
+    destinations: Destinations = field(default_factory=Destinations)
+    watched: bool = False
+    merged: str = "all.log"
 
     def log_file(self, rank: int) -> Path | None:
         """The file of one rank, or None."""
@@ -55,6 +64,7 @@ class _Rank:
     log: IO[bytes] | None
     ended: float | None = None
     stopped: bool = field(default=False)
+    where: str = ""
 
 
 class RankProcesses:
@@ -63,6 +73,7 @@ class RankProcesses:
     Args:
         policy: Where output goes.
         scratch: A directory for error files.
+        shares: The processors of each local rank; None where the system decides.
 
     Example:
         >>> import os, sys, tempfile
@@ -78,9 +89,13 @@ class RankProcesses:
         3
     """
 
-    def __init__(self, policy: OutputPolicy, scratch: Path) -> None:
+    def __init__(self, policy: OutputPolicy, scratch: Path, *, shares: Sequence[frozenset[int]] | None = None) -> None:
         self.policy = policy
         self._scratch = scratch
+        self._shares = shares
+        self._starts = 0
+        self.world_size = 0
+        self._merged = _merged_file(policy)
         self._ranks: list[_Rank] = []
         self._router = OutputRouter()
         self._changed = threading.Event()
@@ -99,11 +114,35 @@ class RankProcesses:
         return {r.rank: r.process.pid for r in self._ranks}
 
     @property
+    def silent_seconds(self) -> float:
+        """Seconds since anything was printed, or the ranks were started; needs a ``watched`` policy to be true for all ranks."""
+        return time.monotonic() - max(self._started, self._router.last_read)
+
+    def stacks(self, *, seconds: float = 1.0) -> tuple[dict[int, str], dict[int, str]]:
+        """The Python stacks of the ranks that run, and why others have none, by rank."""
+        running = [r for r in self._ranks if r.process.poll() is None]
+        found = _stacks.ask(
+            {r.rank: (r.process.pid, _stacks.stacks_file(r.error_file)) for r in running}, seconds=seconds
+        )
+        silent = {r.rank: "it has ended" for r in self._ranks if r not in running}
+        for r in running:
+            if r.rank not in found:
+                ready = _stacks.stacks_file(r.error_file).exists()
+                silent[r.rank] = "it doesn't answer" if ready else "it isn't a Python script, or is just starting"
+        return found, silent
+
+    def locate(self) -> None:
+        """Note where the running ranks are, for the report of a failure: they are about to be ended."""
+        found, _ = self.stacks(seconds=0.5)
+        for r in self._ranks:
+            r.where = _stacks.where_in(found.get(r.rank, ""))
+
+    @property
     def seconds(self) -> float:
         """Seconds since the ranks were started."""
         return time.monotonic() - self._started
 
-    def start(self, environments: Mapping[int, Mapping[str, str]], argv: Sequence[str], *, attempt: int = 0) -> None:
+    def start(self, environments: Mapping[int, Mapping[str, str]], argv: Sequence[str]) -> None:
         """Start one process per entry of ``environments`` (by global rank). Called again, it starts the next attempt.
 
         Raises:
@@ -115,10 +154,12 @@ class RankProcesses:
         self._started = time.monotonic()
         try:
             for rank, environment in environments.items():
-                self._ranks.append(self._start_one(rank, environment, argv, attempt))
+                self.world_size = int(environment.get("WORLD_SIZE", len(environments)))
+                self._ranks.append(self._start_one(rank, environment, argv))
         except OSError:
             self.stop(signal.SIGKILL, grace=0)
             raise
+        self._starts += 1
 
     def wait(self, timeout: float) -> bool | None:
         """Wait until a rank ends, at most ``timeout`` seconds.
@@ -184,6 +225,7 @@ class RankProcesses:
                         stopped=r.stopped,
                         error_file=r.error_file,
                         log=log,
+                        where=r.where,
                     )
                 )
         return found
@@ -196,6 +238,8 @@ class RankProcesses:
         """Show the rest of the output and let go of everything."""
         self._router.close()
         self._close_logs()
+        if self._merged is not None:
+            self._merged[1].close()
 
     def _close_logs(self) -> None:
         for r in self._ranks:
@@ -205,23 +249,21 @@ class RankProcesses:
     def _poll(self) -> list[int | None]:
         return [r.process.poll() for r in self._ranks]
 
-    def _start_one(self, rank: int, environment: Mapping[str, str], argv: Sequence[str], attempt: int) -> _Rank:
-        error_file = self._scratch / f"attempt-{attempt}-rank-{rank}.json"
-        log = None
-        if (path := self.policy.log_file(rank)) is not None:
-            log = path.open("ab" if attempt else "wb", buffering=0)
-            if attempt:
-                log.write(f"--- start {attempt + 1} ---\n".encode())
-        out, err = self._sources(rank, log)
-        merged = out is not None and err is not None and out.writer is err.writer and out.label == err.label
-        process = subprocess.Popen(
-            list(argv),
-            env={**environment, "TORCHELASTIC_ERROR_FILE": str(error_file)},
-            stdin=None if rank == 0 else subprocess.DEVNULL,
-            stdout=self.policy.stdout.fd if out is None else subprocess.PIPE,
-            stderr=subprocess.STDOUT if merged else self.policy.stderr.fd if err is None else subprocess.PIPE,
-            start_new_session=True,  # its whole group can be ended, and a terminal's Ctrl-C reaches the launcher alone
-        )
+    def _start_one(self, rank: int, environment: Mapping[str, str], argv: Sequence[str]) -> _Rank:
+        error_file = self._scratch / f"start-{self._starts}-rank-{rank}.json"
+        local_rank = int(environment.get("LOCAL_RANK", rank))
+        log = self._open_log(rank)
+        out, err = (self._source(rank, local_rank, bit, log) for bit in (1, 2))
+        together = out is not None and err is not None and out.writer is err.writer and out.log is err.log
+        with bound_to(None if self._shares is None else self._shares[local_rank]):
+            process = subprocess.Popen(
+                list(argv),
+                env={**environment, "TORCHELASTIC_ERROR_FILE": str(error_file)},
+                stdin=None if rank == 0 else subprocess.DEVNULL,
+                stdout=self.policy.stdout.fd if out is None else subprocess.PIPE,
+                stderr=subprocess.STDOUT if together else self.policy.stderr.fd if err is None else subprocess.PIPE,
+                start_new_session=True,  # its whole group can be ended, and a terminal's Ctrl-C reaches the launcher alone
+            )
         started = _Rank(rank, process, error_file, log)
         for source, stream in ((out, process.stdout), (err, process.stderr)):
             if source is not None and stream is not None:
@@ -230,20 +272,30 @@ class RankProcesses:
         self._watch(started)
         return started
 
-    def _sources(self, rank: int, log: IO[bytes] | None) -> tuple[Source | None, Source | None]:
-        """What becomes of stdout and stderr of a rank; None lets it write to the launcher's own."""
+    def _open_log(self, rank: int) -> IO[bytes] | None:
+        path = self.policy.log_file(rank)
+        if path is None:
+            return None
+        log = path.open("ab" if self._starts else "wb", buffering=0)
+        if self._starts:
+            log.write(f"--- start {self._starts + 1} ---\n".encode())
+        return log
+
+    def _source(self, rank: int, local_rank: int, bit: int, log: IO[bytes] | None) -> Source | None:
+        """What becomes of a stream (1 is stdout, 2 is stderr) of a rank; None lets it write to the launcher's own."""
         policy = self.policy
-        pairs = ((policy.stdout, self._stdout_writer), (policy.stderr, self._stderr_writer))
-        if log is not None:
-            shown = rank == 0
-            return tuple(Source(writer=writer if shown else None, log=log) for _, writer in pairs)  # type: ignore[return-value]
-        label = f"[rank {rank}] ".encode() if policy.label else b""
-        return tuple(  # type: ignore[return-value]
-            None
-            if sink.fd is not None and (not label or (rank == 0 and sink.is_terminal))
-            else Source(label=label, writer=writer)
-            for sink, writer in pairs
-        )
+        sink, writer = ((policy.stdout, self._stdout_writer), (policy.stderr, self._stderr_writer))[bit - 1]
+        name = f"[rank {rank}] ".encode()
+        if log is not None and self._merged is not None:
+            written, shown = policy.destinations.of(local_rank=local_rank, rank=rank, bit=bit)
+            label = name if policy.label and policy.destinations != Destinations() else b""
+            copy = Source(label=name, writer=self._merged[0]) if written else None
+            return Source(label=label, writer=writer if shown else None, log=log if written else None, copy=copy)
+        label = name if policy.label else b""
+        direct = sink.fd is not None and not policy.watched
+        if direct and (not label or (rank == 0 and sink.is_terminal)):
+            return None
+        return Source(label=label, writer=writer)
 
     def _watch(self, started: _Rank) -> None:
         """Note the moment at which a rank ends: who failed first decides what is reported."""
@@ -259,6 +311,14 @@ class RankProcesses:
             self._router.watch(open_pidfd(started.process.pid), ended)
         except OSError:
             self._pollable = False
+
+
+def _merged_file(policy: OutputPolicy) -> tuple[LineWriter, IO[bytes]] | None:
+    """The file of all ranks' output, with labels."""
+    if policy.directory is None:
+        return None
+    file = (policy.directory / policy.merged).open("wb", buffering=0)
+    return LineWriter(Sink(file)), file
 
 
 def _signal_group(pid: int, signum: int) -> None:

@@ -1,16 +1,18 @@
 """What each rank runs: a user's script or module as ``__main__``, as Python itself would run it.
 
 Started as a file (``python -u _worker.py LAUNCHER_PID script|module TARGET ARGS...``) and made of the standard library alone, so that
-nothing is imported before the user's code. It adds three things to a plain start:
+nothing is imported before the user's code. It adds a few things to a plain start:
 
 - an uncaught exception is written as JSON to ``TORCHELASTIC_ERROR_FILE`` (the format of torch's elastic agent, with finer time), and
   the launcher prints it: once, whole, and not mixed with other ranks' output;
 - a rank whose exception is on record ends within seconds, even when threads or exit handlers would keep it alive;
-- a rank ends with its launcher, even if that was killed with SIGKILL.
+- a rank ends with its launcher, even if that was killed with SIGKILL;
+- SIGUSR2 makes it write down the Python stacks of its threads, also when it is stuck in native code (a script that handles that signal by
+  itself keeps it).
 """
 
 # pathlib isn't imported before the user's code:
-# ruff: noqa: PTH100, PTH105, PTH109, PTH112, PTH120, PTH123
+# ruff: noqa: PTH100, PTH104, PTH105, PTH109, PTH112, PTH120, PTH123
 
 from __future__ import annotations
 
@@ -33,6 +35,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     launcher, kind, target = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     _end_with(launcher)
+    _answer()
     sys.argv[:] = sys.argv[3:]
     ours = sys.modules["__main__"]  # keeps this module's globals alive while another one bears its name
     try:
@@ -216,6 +219,23 @@ def _end_with(launcher: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
     if os.getppid() != launcher:  # it ended before that call
         os._exit(1)
+
+
+def _answer() -> None:
+    """Be ready to write down where this rank is; the file with the final name says so (see `drivetrain.launch._stacks`)."""
+    import faulthandler
+    import signal
+
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    number = getattr(signal, "SIGUSR2", None)
+    if not path or number is None:
+        return
+    try:
+        file = open(f"{path}.stacks.part", "w", encoding="utf-8")  # noqa: SIM115  # open as long as the process lives
+        faulthandler.register(number, file=file, all_threads=True)
+        os.rename(f"{path}.stacks.part", f"{path}.stacks")
+    except OSError:
+        return
 
 
 if __name__ == "__main__":

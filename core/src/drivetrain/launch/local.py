@@ -8,12 +8,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from drivetrain.errors import ConfigurationError
 from drivetrain.interfaces.launcher import Launcher, LaunchRequest
+from drivetrain.launch._binding import as_ranges, shares_of
 from drivetrain.launch._checks import check_request, local_world_size
 from drivetrain.launch._environment import base_environment, rank_environment
 from drivetrain.launch._failures import exit_code_of, first_of, interrupt_report, report
 from drivetrain.launch._job import Job
 from drivetrain.launch._output import Sink
+from drivetrain.launch._streams import Destinations
 from drivetrain.launch.options import LocalOptions
 
 __all__ = ["LocalLauncher"]
@@ -52,6 +55,7 @@ class LocalLauncher(Launcher):
         """
         check_request(request)
         options = LocalOptions.from_mapping(request.options)
+        _check_options(request, options)
         if request.log_directory is not None:
             request.log_directory.mkdir(parents=True, exist_ok=True)
         errors = Sink(sys.stderr)
@@ -64,7 +68,7 @@ class LocalLauncher(Launcher):
             text = interrupt_report(outcome.signum, outcome.failures)
             code = 128 + outcome.signum
         elif outcome.failures:
-            text = report(outcome.failures, world_size=request.num_processes, seconds=outcome.seconds)
+            text = report(outcome.failures, world_size=outcome.world_size, seconds=outcome.seconds)
             code = exit_code_of(first_of(outcome.failures).returncode)
         else:
             return 0
@@ -81,7 +85,10 @@ class LocalLauncher(Launcher):
             >>> print(LocalLauncher(LauncherSpec(name="local")).describe(request))
             A='b c' RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 ./a.out
         """
+        options = LocalOptions.from_mapping(request.options)
+        _check_options(request, options)
         local = local_world_size(request)
+        shares = shares_of(options.cpu_binding, local)
         shared = base_environment(os.environ, request.environment, local_world_size=local)
         added = {name: value for name, value in shared.items() if os.environ.get(name) != value}
         lines = []
@@ -95,8 +102,24 @@ class LocalLauncher(Launcher):
                 master_port=request.main_process_port or 29500,  # any free one does
             )
             variables = [f"{name}={shlex.quote(value)}" for name, value in {**added, **identity}.items()]
-            lines.append(" ".join([*variables, shlex.join(_plain_command(request))]))
+            binding = [] if shares is None else ["taskset", "-c", as_ranges(shares[local_rank])]
+            lines.append(" ".join([*variables, shlex.join([*binding, *_plain_command(request)])]))
         return "\n".join(lines)
+
+
+def _check_options(request: LaunchRequest, options: LocalOptions) -> None:
+    """Refuse options that don't go with the request.
+
+    Raises:
+        ConfigurationError: With what to do instead.
+    """
+    Destinations(options.tee, options.redirects).check(local_world_size(request))
+    words = [name for name in ("tee", "redirects") if getattr(options, name) is not None]
+    if words and request.log_directory is None:
+        raise ConfigurationError(
+            f"{' and '.join(words)}: files need a directory, give one with --log-dir DIR. Without files, the output of all ranks is shown "
+            "as it is, labelled."
+        )
 
 
 def _without_effect(request: LaunchRequest, options: LocalOptions) -> list[str]:
@@ -104,7 +127,7 @@ def _without_effect(request: LaunchRequest, options: LocalOptions) -> list[str]:
     given: list[str] = [name for name in ("rdzv_backend", "rdzv_conf", "local_addr") if name in options.explicit()]
     if request.main_process_ip is not None:
         given.insert(0, "main_process_ip")
-    if request.num_machines > 1 or not given:
+    if request.num_machines > 1 or request.elastic or not given:
         return []
     return [f"{', '.join(given)} changed nothing: there is one machine, whose ranks meet at 127.0.0.1."]
 

@@ -137,7 +137,7 @@ def _launch(function: Callable[..., Any], args: Sequence[Any], request: LaunchRe
                 os.kill(os.getpid(), outcome.signum)  # this process's own handlers are back in place
             raise KeyboardInterrupt
         if outcome.failures:
-            error = LaunchError(report(outcome.failures, world_size=request.num_processes, seconds=outcome.seconds))
+            error = LaunchError(report(outcome.failures, world_size=outcome.world_size, seconds=outcome.seconds))
             error.exit_code = exit_code_of(first_of(outcome.failures).returncode)  # type: ignore[attr-defined]
             raise error
         return _read(folder)

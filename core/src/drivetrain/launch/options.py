@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -22,12 +22,13 @@ class LaunchOptions(Options):
     Args:
         on: Name of the launcher.
         num_processes: Number of processes in all, over all machines; None for one per accelerator found, or one on the CPU.
-        num_machines: Number of machines.
+        num_machines: Number of machines; at most so many, if there is a minimum.
+        min_machines: The job starts as soon as so many machines are there, and goes on while so many are left; None for all of them.
         machine_rank: Rank of this machine.
         main_process_ip: Address of machine 0; None on one machine.
         main_process_port: Port there; None for a free one on one machine.
         max_restarts: How often all processes are started again after a failure.
-        log_dir: Where each rank's output goes as a file, or None.
+        log_dir: Where each rank's output goes as a file, and all of it, labelled, as ``all.log``; or None.
         label: Prefix each line of output with its rank.
         num_cpu_threads_per_process: ``OMP_NUM_THREADS`` of each process; None for an even share of the cores.
         gpu_ids: Which accelerators to use: their numbers, or "all".
@@ -40,6 +41,7 @@ class LaunchOptions(Options):
     on: str = "local"
     num_processes: int | None = None
     num_machines: int = 1
+    min_machines: int | None = None
     machine_rank: int = 0
     main_process_ip: str | None = None
     main_process_port: int | None = None
@@ -61,6 +63,13 @@ class LocalOptions(Options):
         local_addr: The address of this machine that others should use; None to find out.
         role: Role of the ranks.
         shutdown_timeout: Seconds that ranks have to end (and may use to save) after a signal to the launcher.
+        tee: With a log directory: whose output is shown as well as written. "0" nobody's, "1" stdout, "2" stderr, "3" both; or by local
+            rank, "0:3,1:2". None for both of rank 0.
+        redirects: With a log directory: whose output is written and not shown, in the same words. None for what ``tee`` doesn't show.
+        cpu_binding: "cores" gives each rank cores of its own, "numa" those of a NUMA node (ranks are spread over the nodes in blocks),
+            "none" leaves that to the system.
+        hang_timeout: After so many seconds in which no rank has printed anything, the Python stacks of all are printed once; None for
+            never.
 
     Example:
         >>> LocalOptions().shutdown_timeout
@@ -73,3 +82,7 @@ class LocalOptions(Options):
     local_addr: str | None = None
     role: str = "default"
     shutdown_timeout: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+    tee: str | None = None
+    redirects: str | None = None
+    cpu_binding: Literal["none", "cores", "numa"] = "none"
+    hang_timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
