@@ -24,7 +24,12 @@ from drivetrain.checkpoint.commit import Target, Transaction, recover, remove_ol
 from drivetrain.checkpoint.hooks import HookHandle, HookList, remaining
 from drivetrain.checkpoint.layout import Plan
 from drivetrain.checkpoint.manifest import MANIFEST, Manifest
-from drivetrain.checkpoint.naming import checkpoint_name, list_checkpoints, usable_checkpoints
+from drivetrain.checkpoint.naming import (
+    checkpoint_name,
+    list_checkpoints,
+    newest_checkpoint,
+    usable_checkpoints,
+)
 from drivetrain.checkpoint.plain import encode
 from drivetrain.checkpoint.project import ProjectConfiguration
 from drivetrain.checkpoint.restore import LoadReport, restore
@@ -84,6 +89,8 @@ class CheckpointManager:
         format: How tensors are stored; safetensors by default.
         find_format: Gives the format of a name, for checkpoints written in another one.
         notify: Called with "before_save", "after_save", "before_load" or "after_load" and the directory.
+        before_commit: Called on each rank when its files are written, on the thread that wrote them: what must be durable no later than the checkpoint.
+        on_saved: Called with each save that has ended well, on the thread that wrote it.
         keep: Which checkpoints to keep; by default the newest ``project.total_limit``.
         timeout: Seconds to wait for the slowest rank.
         visibility_timeout: Seconds until a directory that one rank made must be seen by the others.
@@ -97,6 +104,8 @@ class CheckpointManager:
         format: CheckpointFormat | None = None,
         find_format: Callable[[str], CheckpointFormat] | None = None,
         notify: Callable[[str, Path], None] | None = None,
+        before_commit: Callable[[], Any] | None = None,
+        on_saved: Callable[[SaveRecord], None] | None = None,
         keep: Keep | None = None,
         timeout: float = 3600.0,
         visibility_timeout: float = 30.0,
@@ -109,6 +118,8 @@ class CheckpointManager:
         self._format = format or safetensors_format()
         self._find_format = find_format
         self._notify = notify or (lambda event, directory: None)
+        self._before_commit = before_commit or (lambda: None)
+        self._on_saved = on_saved or (lambda record: None)
         self._keep = keep or Keep(last=self.project.total_limit)
         self._visibility_timeout = visibility_timeout
         self._agreement = Agreement(session.process, per_node=self.project.save_on_each_node, timeout=timeout)
@@ -141,6 +152,8 @@ class CheckpointManager:
         *,
         blocking: bool = True,
         metadata: Mapping[str, Any] | None = None,
+        numbered: bool = False,
+        keep: Keep | None = None,
     ) -> Path:
         """Save the session's state. Collective.
 
@@ -149,6 +162,8 @@ class CheckpointManager:
                 ``automatic_checkpoint_naming``, the next ``checkpoint_<n>``.
             blocking: With False the state is copied and written in the background; `wait` ends it, and so do the next save and load.
             metadata: Plain data to be kept in the manifest: metrics, notes.
+            numbered: Make the project's next ``checkpoint_<n>`` whatever ``automatic_checkpoint_naming`` says.
+            keep: Which numbered checkpoints to keep from now on, in place of the manager's rule.
 
         Returns:
             The checkpoint's path; in the background it may still change if another run takes the number.
@@ -158,7 +173,8 @@ class CheckpointManager:
         """
         started = time.perf_counter()
         self.wait()
-        target = self._target(directory)
+        self._keep = keep or self._keep
+        target = self._target(directory, numbered=numbered)
         about = self._about(metadata)
         path = Path(self._agreement.lead("choosing the checkpoint's directory", lambda: str(target.path())))
         with self._agreement.together("a hook before saving"):
@@ -184,6 +200,11 @@ class CheckpointManager:
             return path
         return self._committed(finish())
 
+    def expected_path(self, directory: str | os.PathLike[str] | None = None, *, numbered: bool = False) -> Path:
+        """Where a save with these arguments would go now. Collective."""
+        target = self._target(directory, numbered=numbered)
+        return Path(self._agreement.lead("choosing the checkpoint's directory", lambda: str(target.path())))
+
     def wait(self) -> Path | None:
         """Wait for the save in the background, if there is one. Collective.
 
@@ -198,11 +219,10 @@ class CheckpointManager:
         pending, self._pending = self._pending, None
         return self._committed(pending.wait())
 
-    def check(self) -> None:
-        """Raise the error of a save in the background that has failed. Costs next to nothing; not collective, and ranks may notice at different times."""
-        if self._pending is not None and self._pending.failed:
-            pending, self._pending = self._pending, None
-            pending.wait()
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has failed, on any rank: `wait` raises its error. Ranks may notice at different times."""
+        return self._pending is not None and self._pending.failed
 
     def close(self) -> None:
         """Wait for the save in the background and give memory and process group back."""
@@ -212,17 +232,16 @@ class CheckpointManager:
             self._staging.release()
             self._agreement.close()
 
-    def _target(self, directory: str | os.PathLike[str] | None) -> Target:
+    def _target(self, directory: str | os.PathLike[str] | None, *, numbered: bool) -> Target:
         if directory is not None:
             path = Path(directory).absolute()
             return Target(path.parent, path.name)
-        return Target(self._folder("save_state()"), at_least=self.project.iteration)
+        return Target(self._folder("save_state()", numbered=numbered), at_least=self.project.iteration)
 
-    def _folder(self, call: str) -> Path:
-        if self.project.project_dir is None or not self.project.automatic_checkpoint_naming:
-            raise CheckpointError(
-                f"{call} needs a directory, or ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
-            )
+    def _folder(self, call: str, *, numbered: bool = False) -> Path:
+        if self.project.project_dir is None or not (numbered or self.project.automatic_checkpoint_naming):
+            naming = "" if numbered else ", automatic_checkpoint_naming=True"
+            raise CheckpointError(f"{call} needs a directory, or ProjectConfiguration(project_dir=...{naming})")
         return Path(self.project.project_dir).absolute() / "checkpoints"
 
     def _about(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -283,19 +302,22 @@ class CheckpointManager:
         try:
             with self._agreement.together("writing the checkpoint"):
                 entries = transaction.write(snapshot, self._format)
+                self._before_commit()
             path = transaction.commit(entries, about)
         except BaseException:
             transaction.abort()
             raise
         nbytes = int(self._agreement.lead("reading the manifest", lambda: Manifest.read(path).size))
         seconds = time.perf_counter() - started
-        return SaveRecord(
+        record = SaveRecord(
             path, nbytes, seconds, blocked[0] if blocked else seconds, about["counters"], about["metadata"]
         )
+        self._on_saved(record)
+        return record
 
     def _remove_expired(self, folder: Path) -> None:
         """On the leader: remove what the rule doesn't keep."""
-        if self._keep.last is None:
+        if self._keep.keeps_all:
             return
         present = []
         for found in list_checkpoints(folder):
@@ -331,7 +353,39 @@ class CheckpointManager:
             CheckpointError: On every rank, if it can't be loaded on any; the session is unchanged if the cause lies in the checkpoint.
         """
         self.wait()
-        path, manifest = self._newest(verify) if directory is None else self._given(Path(directory).absolute(), verify)
+        if directory is not None:
+            return self._load(*self._given(Path(directory).absolute(), verify), strict=strict)
+        folder = self._project_folder("load_state()")
+        found = self._newest(folder, verify)
+        if found is None:
+            raise CheckpointError(f"there is no whole checkpoint in {folder}")
+        return self._load(*found, strict=strict)
+
+    def load_newest(self) -> Path | None:
+        """Load the project's newest whole checkpoint, however ``automatic_checkpoint_naming`` is set. Collective.
+
+        Returns:
+            Its path, or None if there is none, and nothing was changed.
+
+        Raises:
+            CheckpointError: As for `load_state`.
+        """
+        self.wait()
+        found = self._newest(self._project_folder("resume='auto'", numbered=True), verify=True)
+        return None if found is None else self._load(*found, strict=True)
+
+    def peek(self, directory: str | os.PathLike[str] | None = None) -> tuple[Manifest, dict[str, str]] | None:
+        """The manifest, and ids of trackers' runs, of a checkpoint or the project's newest; None if there is none. Not collective; reads no tensors."""
+        path = None if directory is None else Path(directory).absolute()
+        if path is None:
+            path = newest_checkpoint(self._folder("resume='auto'", numbered=True))
+            if path is None:
+                return None
+        manifest = Manifest.read(path)
+        with Source(path, manifest, self._format_of(manifest)) as source:
+            return manifest, source.run_ids()
+
+    def _load(self, path: Path, manifest: Manifest, *, strict: bool) -> Path:
         with self._agreement.together("a hook before loading"):
             self._notify("before_load", path)
         models: list[Any] = list(self._session.models)
@@ -354,16 +408,19 @@ class CheckpointManager:
             if not (path / MANIFEST).exists() and (inside := list_checkpoints(path)):
                 raise CheckpointError(f"{path} is no checkpoint, but holds some: load {inside[-1].path}, say")
 
-        self._agreement.lead(f"opening {path}", find)
-        manifest = self._read_manifest(path)
+        manifest = self._read_manifest(path, find)
         damage = self._damage(path, manifest) if verify else []
         if damage:
             raise CheckpointError(f"{path} is broken and was not loaded: {'; '.join(damage[:4])}")
         return path, manifest
 
-    def _newest(self, verify: bool) -> tuple[Path, Manifest]:
+    def _project_folder(self, call: str, *, numbered: bool = False) -> Path:
+        """The project's folder of checkpoints. Collective."""
         with self._agreement.together("finding the newest checkpoint"):
-            folder = self._folder("load_state()")
+            return self._folder(call, numbered=numbered)
+
+    def _newest(self, folder: Path, verify: bool) -> tuple[Path, Manifest] | None:
+        with self._agreement.together("finding the newest checkpoint"):
             numbers = [found.number for found, _ in usable_checkpoints(folder)] if self._agreement.leads else None
         answers = [set(a) for a in self._agreement.exchange(numbers) if a is not None]
         for number in sorted(set.intersection(*answers), reverse=True):
@@ -373,19 +430,36 @@ class CheckpointManager:
             if not damage:
                 return path, manifest
             if self._agreement.leads:
-                warnings.warn(f"Skipping {path}: {'; '.join(damage[:4])}", stacklevel=3)
-        raise CheckpointError(f"there is no whole checkpoint in {folder}")
+                warnings.warn(f"Skipping {path}: {'; '.join(damage[:4])}", stacklevel=4)
+        return None
 
-    def _read_manifest(self, path: Path) -> Manifest:
-        """The manifest, the same on every rank that reads this directory. Collective."""
+    def _read_manifest(self, path: Path, check: Callable[[], None] = lambda: None) -> Manifest:
+        """The manifest, the same on every rank that reads this directory. Collective.
+
+        The leader looks first: what it doesn't find is an error at once, and what it finds the others wait for.
+        """
+
+        def read() -> Manifest:
+            manifest = Manifest.read(path)
+            manifest.check_files(path)
+            return manifest
+
+        def lead() -> list[Any]:
+            check()
+            manifest = read()
+            return [manifest.run, manifest.created, manifest.size]
+
+        expected = self._agreement.lead(f"opening {path}", lead)
         with self._agreement.together(f"opening {path}"):
             if not self._agreement.leads:
                 wait_until_visible(path / MANIFEST, self._visibility_timeout, self._session.process.rank)
-            manifest = Manifest.read(path)
-            manifest.check_files(path)
-        created = self._agreement.exchange([manifest.run, manifest.created, manifest.size])
-        if any(created[r] != created[self._agreement.members[0]] for r in self._agreement.members):
-            raise CheckpointError(f"{path} is not the same on every rank: {created}")
+            manifest = read()
+            found = [manifest.run, manifest.created, manifest.size]
+            if found != expected:
+                rank = self._session.process.rank
+                raise CheckpointError(
+                    f"{path} is another checkpoint on rank {rank} than on its first: {found}, {expected}"
+                )
         return manifest
 
     def _damage(self, path: Path, manifest: Manifest) -> list[str]:

@@ -74,6 +74,12 @@ class Source:
         store = self.store(f"{content}.extra" if content.partition("_")[0] == "model" else content)
         return self.state["parts"][content]["tree"], store.read
 
+    def run_ids(self) -> dict[str, str]:
+        """Ids of trackers' runs; reads no tensor."""
+        tree = self.state["parts"]["objects"]["tree"]
+        ids: dict[str, str] = decode(tree.get("tracker_run_ids", {}), str)
+        return ids
+
     def own(self, rank: int) -> dict[str, Any]:
         """The state of one rank."""
         document = self.document(f"rank:{rank}")

@@ -6,6 +6,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.utils.data import DataLoader
 
     from drivetrain.data.loader import PreparedDataLoader
@@ -27,11 +29,13 @@ class LoaderStack:
         'train'
     """
 
-    __slots__ = ("__weakref__", "_loaders", "_made", "_prepared", "active", "dispatch_group")
+    __slots__ = ("__weakref__", "_loaders", "_made", "_prepared", "active", "after_batch", "dispatch_group")
 
     def __init__(self) -> None:
         #: The loader that yielded last, or None outside of loops. A plain attribute: read for each batch.
         self.active: Any = None
+        #: Called when a loop's body is done with a batch, before the next one is read; None when there is nothing to do then.
+        self.after_batch: Callable[[], None] | None = None
         #: Process group of rank 0's messages when dispatching, made when first needed.
         self.dispatch_group: Any = None
         self._loaders: list[Any] = []

@@ -29,7 +29,7 @@ class TrackingFacade:
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Start a run in each tracker; after `load_state`, go on with the checkpoint's runs.
+        """Start a run in each tracker; after `load_state`, and where ``resume`` will load a checkpoint, go on with the checkpoint's runs.
 
         Args:
             project_name: Name of the project in all systems.
@@ -44,14 +44,17 @@ class TrackingFacade:
             >>> accelerator.log({"loss": 0.5}, step=1)
             >>> accelerator.end_training()
         """
-        resumes = bool(self._run_ids)
+        run_ids, step = self._runs_to_go_on_with()
         self._hub.start(
             project_name,
             config=config,
             init_kwargs=init_kwargs,
-            run_ids=self._run_ids,
-            resume_step=self._step if resumes else None,
+            run_ids=run_ids,
+            resume_step=step if run_ids else None,
         )
+
+    def _runs_to_go_on_with(self) -> tuple[Mapping[str, str] | None, int]:
+        return self._run_ids, self._step
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
