@@ -52,10 +52,12 @@ TOOLS = [
     "hypothesis",
     "import-linter",
     "matplotlib",
+    "moto[server]",
     "mypy",
     "pytest",
     "pytest-timeout",
     "ruff",
+    "s3fs",
     "scikit-learn",
     "types-psutil",
 ]

@@ -18,6 +18,7 @@ from drivetrain._engine.plan import Arguments, PreparePlan
 from drivetrain._engine.resolve import resolve
 from drivetrain._engine.stopping import Stopper
 from drivetrain._plugins import Registry, get_registry
+from drivetrain.checkpoint.location import is_remote
 from drivetrain.checkpoint.project import ProjectConfiguration
 from drivetrain.config.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
 from drivetrain.data import DataLoaderConfiguration, LoaderStack
@@ -169,7 +170,9 @@ def _make_backend(registry: Registry, plan: PreparePlan, device: Device) -> Back
 def _make_hub(registry: Registry, plan: PreparePlan, backend: Backend) -> TrackerHub:
     """The hub; if no tracker was asked for and the script starts some all the same, they are the builtin one's files."""
     trackers: list[Any] = [*plan.trackers, *plan.tracker_objects]
-    directory = plan.settings.logging_dir or plan.settings.project_dir
+    directory = plan.settings.logging_dir
+    if directory is None and not is_remote(plan.settings.project_dir):
+        directory = plan.settings.project_dir
     if not trackers:
         trackers, directory = [registry.get("tracker", "jsonl")], directory or "runs"
     return TrackerHub.from_plan(

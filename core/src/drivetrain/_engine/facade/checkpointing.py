@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from drivetrain._engine.accumulation import Accumulator
     from drivetrain._engine.assemble import Parts
     from drivetrain.checkpoint import CheckpointManager, HookHandle, ProjectConfiguration, SaveRecord
+    from drivetrain.checkpoint.location import Location
     from drivetrain.data.stack import LoaderStack
     from drivetrain.interfaces import Backend
     from drivetrain.tracking import TrackerHub
@@ -53,7 +53,7 @@ class CheckpointFacade:
         def find_format(name: str) -> Any:
             return registry.load("checkpoint-format", name)(registry.get("checkpoint-format", name))
 
-        def notify(event: str, directory: Path) -> None:
+        def notify(event: str, directory: Location) -> None:
             registry.notify(f"drivetrain_{event}", accelerator=self, directory=directory)
 
         return CheckpointManager(
