@@ -1,4 +1,4 @@
-"""``drivetrain checkpoint``: list, look into, check, export and compare checkpoints."""
+"""``drivetrain checkpoint``: list, look into, check, export, compare and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _directory = click.argument("directory", type=_location)
 
 @click.group()
 def checkpoint() -> None:
-    """List, look into, check, export and compare checkpoints."""
+    """List, look into, check, export, compare and convert checkpoints."""
 
 
 @checkpoint.command("list")
@@ -184,6 +184,48 @@ def diff(ctx: click.Context, first: Location, second: Location, tolerance: float
             click.echo("All tensors are equal." if tolerance == 0 else f"All tensors are equal within {tolerance:g}.")
     if tensors:
         ctx.exit(1)
+
+
+@checkpoint.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--key", default="", help="The entry that holds the weights, where a file has others: model, state_dict.")
+@click.option("--max-shard-size", default="10GB", show_default=True, help="Largest file of weights.")
+@click.option("--step", type=click.IntRange(min=0), help="Optimizer steps so far; default: what the optimizers say.")
+@click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True, help="The epoch to go on in.")
+def convert(source: Path, output: Path, key: str, max_shard_size: str, step: int | None, epoch: int) -> None:
+    """Make safetensors of other programs' files, and a checkpoint of what Accelerate's save_state wrote.
+
+    SOURCE is a file of torch.save (.bin, .pt, .pth, .ckpt), a directory with such files, a directory of torch's distributed
+    checkpoints, or a directory of Accelerate's save_state. Nothing that stands in them is run: they may hold plain data, tensors and
+    arrays, and are refused otherwise.
+    """
+    from drivetrain.checkpoint.adopting import adopt, is_session
+    from drivetrain.checkpoint.export import parse_size, save_model
+    from drivetrain.checkpoint.foreign import read_foreign_weights
+
+    parse_size(max_shard_size)
+    whole = is_session(source)
+    if whole and key:
+        raise CheckpointError(f"{source} is converted as a whole: leave out --key")
+    if not whole and (step is not None or epoch):
+        raise CheckpointError(f"{source} holds weights alone: leave out --step and --epoch")
+    paths = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
+    with _progress("reading", length=sum(p.stat().st_size for p in paths)) as bar:
+        if whole:
+            adopted = adopt(source, output, step=step, epoch=epoch, progress=bar.update)
+        else:
+            found = read_foreign_weights(source, key=key, progress=bar.update)
+    if whole:
+        for note in adopted.notes:
+            click.echo(f"{note}.", err=True)
+        click.echo(f"{adopted.path}: accelerator.load_state() takes it.")
+        return
+    if found.left_out:
+        shown = ", ".join(found.left_out[:10]) + (" ..." if len(found.left_out) > 10 else "")
+        click.echo(f"left out: {shown}", err=True)
+    for file in save_model(found.weights, output, max_shard_size=max_shard_size):
+        click.echo(f"{file}  {size_text(file.stat().st_size)}")
 
 
 def size_text(size: float) -> str:
