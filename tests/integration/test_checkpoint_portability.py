@@ -109,7 +109,9 @@ def plain(steps):
 def same(ours, theirs, who):
     assert ours.keys() == theirs.keys(), who
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, atol=1e-5, rtol=1e-5, msg=lambda m, name=name: f"{who}: {name}: {m}")
+        torch.testing.assert_close(
+            ours[name], value, atol=1e-5, rtol=1e-5, msg=lambda m, name=name: f"{who}: {name}: {m}"
+        )
 
 
 @pytest.mark.parametrize("saver", LAYOUTS)

@@ -30,11 +30,11 @@ def test_digits_are_recognised_by_two_processes(tmp_path):
     assert "Traceback" not in result.stderr
 
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "checkpoint").is_dir()
+    assert (tmp_path / "checkpoints").is_dir()
     (metrics,) = tmp_path.rglob("metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [row["values"]["loss"] for row in rows if "loss" in row["values"]]
     assert losses[-1] < losses[0] / 5
-    for path in ("loss.png", "checkpoint", metrics):
+    for path in ("loss.png", "checkpoints", metrics):
         assert str(tmp_path / path) in result.stdout
     assert "Next:" in result.stdout

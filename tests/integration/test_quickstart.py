@@ -37,7 +37,7 @@ def test_the_same_file_is_run_again_and_force_overwrites(tmp_path, capsys):
 
 
 def test_the_template_is_short():
-    assert len(TEMPLATE.splitlines()) <= 36
+    assert len(TEMPLATE.splitlines()) <= 40
     compile(TEMPLATE, "train.py", "exec")
 
 
@@ -53,3 +53,8 @@ def test_it_trains_on_two_processes_in_a_new_folder(tmp_path):
     assert float(accuracy) > 90
     assert (tmp_path / "new" / "model" / "model.safetensors").exists()
     assert "Next:" in result.stderr
+    assert [p.name for p in (tmp_path / "new" / "run" / "checkpoints").iterdir()] != []
+    again = [*command[:3], "launch", "--cpu", "--num-processes", "1", "train.py", "11"]
+    result = subprocess.run(again, cwd=tmp_path / "new", capture_output=True, text=True, timeout=280)
+    assert "step 320, epoch 10." in result.stderr
+    assert re.findall(r"epoch +(\d+)", result.stdout) == ["11"]

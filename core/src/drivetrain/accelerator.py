@@ -11,13 +11,11 @@ import torch
 
 from drivetrain._engine.accumulation import Accumulator
 from drivetrain._engine.assemble import assemble, dismantle
-from drivetrain._engine.facade.checkpointing import CheckpointFacade
 from drivetrain._engine.facade.collectives import CollectiveFacade
 from drivetrain._engine.facade.gradients import GradientFacade
 from drivetrain._engine.facade.processes import ProcessFacade
+from drivetrain._engine.facade.resuming import ResumeFacade
 from drivetrain._engine.facade.settings import SettingsFacade
-from drivetrain._engine.facade.timing import TimingFacade
-from drivetrain._engine.facade.tracking import TrackingFacade
 from drivetrain._engine.optimizer import PreparedOptimizer
 from drivetrain._engine.plan import PreparePlan
 from drivetrain._engine.prepare import PreparedObjects, kind_of
@@ -33,7 +31,11 @@ __all__ = ["Accelerator"]
 
 
 class Accelerator(
-    SettingsFacade, ProcessFacade, CollectiveFacade, GradientFacade, TimingFacade, TrackingFacade, CheckpointFacade
+    SettingsFacade,
+    ProcessFacade,
+    CollectiveFacade,
+    GradientFacade,
+    ResumeFacade,
 ):
     """Runs one training script on whatever it finds: one device, many, a cluster.
 
@@ -58,6 +60,7 @@ class Accelerator(
         kwargs_handlers: Options objects of core and plugins.
         dynamo_backend: Compile models with this backend of ``torch.compile``.
         dynamo_plugin: The same with more settings.
+        resume: "auto" to go on from the project's newest checkpoint, if there is one, or a checkpoint's path; see `resume`.
         config_file: Path of a configuration file.
         **options: Keywords that plugins accept, such as options objects of backends.
 
@@ -98,6 +101,7 @@ class Accelerator(
         dynamo_plugin: Any = None,
         backend: Any = None,
         device: str | None = None,
+        resume: str | os.PathLike[str] | None = None,
         config_file: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
@@ -120,6 +124,7 @@ class Accelerator(
         self._custom_objects: list[Any] = []
         if parts.plan.trackers or parts.plan.tracker_objects:
             self._hub  # noqa: B018 - what is wrong with trackers that were asked for is said here, not at the first log
+        self._resume_from = parts.plan.settings.resume
         parts.registry.notify("drivetrain_after_start", accelerator=self)
 
     # -- what was chosen ---------------------------------------------------------------------------------------------------

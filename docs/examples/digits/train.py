@@ -2,7 +2,8 @@
 
     drivetrain launch --cpu --num-processes 2 docs/examples/digits/train.py
 
-needs scikit-learn and matplotlib. Whatever the number of processes, one step sees 64 images.
+needs scikit-learn and matplotlib. Whatever the number of processes, one step sees 64 images. Stopped (Ctrl-C, SIGTERM, a crash) and started again, it
+goes on where it was; --fresh starts over.
 """
 
 import argparse
@@ -39,6 +40,20 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
     return torch.cat(right).float().mean().item()
 
 
+class Curves:
+    """What the picture shows; saved with the training's state, so that it is whole after an interruption."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.accuracies: list[float] = []
+
+    def state_dict(self) -> dict[str, list[float]]:
+        return {"losses": self.losses, "accuracies": self.accuracies}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self.losses, self.accuracies = state["losses"], state["accuracies"]
+
+
 def draw(losses: list[float], accuracies: list[float], file: Path) -> None:
     import matplotlib
 
@@ -61,10 +76,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--output", type=Path, default=Path("runs/digits"))
+    parser.add_argument("--fresh", action="store_true", help="don't go on from an earlier run's checkpoint")
     args = parser.parse_args()
 
     set_seed(0)
-    accelerator = Accelerator(log_with="jsonl", project_dir=args.output)
+    accelerator = Accelerator(log_with="jsonl", project_dir=args.output, resume=None if args.fresh else "auto")
     accelerator.init_trackers("digits", config={"lr": args.lr, "epochs": args.epochs})
 
     train_loader, valid_loader = accelerator.prepare(*make_loaders(batch_size=64 // accelerator.num_processes))
@@ -73,8 +89,9 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 
-    losses, accuracies = [], []
-    for epoch in range(args.epochs):
+    curves = Curves()
+    accelerator.register_for_checkpointing(curves)
+    for epoch in accelerator.epochs(args.epochs):
         progress = tqdm(train_loader, desc=f"epoch {epoch + 1}/{args.epochs}", unit=" steps")
         for images, digits in progress:
             loss = nn.functional.cross_entropy(model(images), digits)
@@ -82,23 +99,30 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
-            accelerator.log({"loss": loss, "lr": scheduler.get_last_lr()[0]}, step=len(losses))
-            progress.set_postfix(loss=f"{losses[-1]:.3f}")
-        accuracies.append(evaluate(accelerator, model, valid_loader))
-        accelerator.log({"accuracy": accuracies[-1]}, step=len(losses))
-        accelerator.print(f"epoch {epoch + 1}: validation accuracy {accuracies[-1]:.1%}")
+            curves.losses.append(loss.item())
+            accelerator.log({"loss": loss, "lr": scheduler.get_last_lr()[0]}, step=accelerator.step)
+            progress.set_postfix(loss=f"{curves.losses[-1]:.3f}")
+            if accelerator.should_stop:
+                break
+        else:
+            curves.accuracies.append(evaluate(accelerator, model, valid_loader))
+            accelerator.log({"accuracy": curves.accuracies[-1]}, step=accelerator.step)
+            accelerator.print(f"epoch {epoch + 1}: validation accuracy {curves.accuracies[-1]:.1%}")
+        accelerator.checkpoint(keep=2)
 
-    accelerator.save_state(args.output / "checkpoint")
+    if not curves.accuracies:
+        accelerator.print("Stopped in the first epoch. Start it again: it goes on from there.")
+        accelerator.end_training()
+        return
     if accelerator.is_main_process:
-        draw(losses, accuracies, args.output / "loss.png")
+        draw(curves.losses, curves.accuracies, args.output / "loss.png")
     accelerator.end_training()
     accelerator.print(
-        f"\n{accelerator.num_processes} processes: {accuracies[-1]:.1%} of {len(valid_loader.dataset)} images right.\n"
+        f"\n{accelerator.num_processes} processes: {curves.accuracies[-1]:.1%} of {len(valid_loader.dataset)} images right.\n"
         f"  loss curve   {args.output / 'loss.png'}\n"
         f"  metrics      {next(args.output.rglob('metrics.jsonl'), 'none')}\n"
-        f"  checkpoint   {args.output / 'checkpoint'}\n"
-        "Next: launch with --num-processes 1 and compare, or with --mixed-precision bf16: the script stays as it is;\n"
+        f"  checkpoints  {args.output / 'checkpoints'}\n"
+        "Next: launch with --num-processes 1 (and --fresh) and compare, or with --mixed-precision bf16: the script stays as it is;\n"
         "`drivetrain explain` says what was chosen here, and why; `drivetrain quickstart` writes a script to start from."
     )
 

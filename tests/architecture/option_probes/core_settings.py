@@ -51,6 +51,17 @@ def checkpoint_format(value, folder):
     return name.removeprefix("model")
 
 
+@effect("CoreSettings.resume", ("auto", 1), (None, 0))
+def resume(value, folder):
+    with training(project_dir=folder) as (accelerator, model, optimizer):
+        step(accelerator, model, optimizer)
+        accelerator.checkpoint()
+        accelerator.wait_for_checkpoint()
+    with training(project_dir=folder, resume=value) as (accelerator, *_):
+        next(accelerator.epochs(1))
+        return accelerator.step
+
+
 @effect("CoreSettings.mixed_precision", ("no", "torch.float32"), ("bf16", "torch.bfloat16"))
 def mixed_precision(value, folder):
     with training(mixed_precision=value) as (_, model, _):

@@ -28,7 +28,7 @@ DRIVETRAIN_API = 1
 _COMMANDS = {
     "plugins": "List, show and check installed plugins.",
     "explain": "Show what would be chosen here, and why.",
-    "checkpoint": "List, look into, check, export and compare checkpoints.",
+    "checkpoint": "List, look into, check, export, compare and convert checkpoints.",
     "env": "Print what a bug report needs.",
     "launch": "Start a training script on one or many processes.",
     "quickstart": "Write a small training script and run it on two processes.",

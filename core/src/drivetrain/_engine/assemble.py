@@ -19,6 +19,7 @@ from drivetrain._engine.plan import Arguments, PreparePlan
 from drivetrain._engine.resolve import resolve
 from drivetrain._engine.stopping import Stopper
 from drivetrain._plugins import Registry, get_registry
+from drivetrain.checkpoint.location import is_remote
 from drivetrain.checkpoint.project import ProjectConfiguration
 from drivetrain.config.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
 from drivetrain.data import DataLoaderConfiguration, LoaderStack
@@ -173,7 +174,9 @@ def _make_hub(registry: Registry, plan: PreparePlan, backend: Backend) -> Tracke
     from drivetrain.tracking import TrackerHub, TrackingOptions
 
     trackers: list[Any] = [*plan.trackers, *plan.tracker_objects]
-    directory = plan.settings.logging_dir or plan.settings.project_dir
+    directory = plan.settings.logging_dir
+    if directory is None and not is_remote(plan.settings.project_dir):
+        directory = plan.settings.project_dir
     if not trackers:
         trackers, directory = [registry.get("tracker", "jsonl")], directory or "runs"
     return TrackerHub.from_plan(

@@ -10,6 +10,7 @@ from drivetrain._engine.collecting import GivenOptions, OptionResolver, Sections
 from drivetrain._engine.detect import ProcessSurvey, survey_process
 from drivetrain._engine.plan import Arguments, CatalogView, Choice, PreparePlan, Rejection
 from drivetrain._engine.variables import foreign_variables, unknown_variables
+from drivetrain.checkpoint.location import is_remote
 from drivetrain.config.files import ConfigFile, read_config_file
 from drivetrain.config.origins import DEFAULT
 from drivetrain.config.precedence import Resolved, resolve_core
@@ -168,7 +169,7 @@ def _link_directories(core: Resolved[CoreSettings], options: OptionResolver) -> 
     if options.origins[f"{slot}.logging_dir"] != DEFAULT:
         return _link(core, options, "logging_dir", slot, "logging_dir")
     project = options.options[slot]
-    logging_dir = core.value.logging_dir or project.project_dir
+    logging_dir = core.value.logging_dir or (None if is_remote(project.project_dir) else project.project_dir)
     if project.logging_dir != logging_dir:
         options.options[slot] = project.replaced(logging_dir=logging_dir)
     options.origins[f"{slot}.logging_dir"] = core.origins["logging_dir"]

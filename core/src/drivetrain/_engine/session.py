@@ -127,7 +127,8 @@ class AcceleratorSession:
 
     def tracker_run_ids(self) -> Mapping[str, str]:
         """Ids of the runs of trackers."""
-        return self._accelerator._hub.run_ids()
+        run_ids: Mapping[str, str] = self._accelerator._hub.run_ids()
+        return run_ids
 
     def set_tracker_run_ids(self, run_ids: Mapping[str, str]) -> None:
         """Runs that ``init_trackers`` goes on with."""

@@ -10,6 +10,7 @@ import shutil
 import sys
 import uuid
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 _BLOCK = 8 << 20
+_MOST_PENDING = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class ChecksummedFile:
         self.record = FileRecord(0, "")
         self._size = 0
         self._crc = 0
-        self._pending: Future[int] | None = None
+        self._pending: deque[Future[int]] = deque()
         self._pool: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> ChecksummedFile:
@@ -101,19 +103,25 @@ class ChecksummedFile:
         view = memoryview(data)
         for start in range(0, len(view), _BLOCK):
             block = view[start : start + _BLOCK]
-            crc = self._checksum()
             if len(block) < _BLOCK // 8:
-                self._crc = zlib.crc32(block, crc)
+                self._crc = zlib.crc32(block, self._checksum())
             else:  # both release the GIL
                 self._pool = self._pool or ThreadPoolExecutor(1, "drivetrain-checksum")
-                self._pending = self._pool.submit(zlib.crc32, block, crc)
+                self._pending.append(self._pool.submit(self._add, block))
+                # The thread may fall behind where cores are busy; what it has yet to read stays in memory.
+                while len(self._pending) > _MOST_PENDING:
+                    self._pending.popleft().result()
             self._size += len(block)
             while block:
                 block = block[os.write(self._fd, block) :]
 
+    def _add(self, block: memoryview) -> int:
+        self._crc = zlib.crc32(block, self._crc)
+        return self._crc
+
     def _checksum(self) -> int:
-        if self._pending is not None:
-            self._crc, self._pending = self._pending.result(), None
+        while self._pending:
+            self._pending.popleft().result()
         return self._crc
 
 

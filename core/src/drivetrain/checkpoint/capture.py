@@ -18,7 +18,7 @@ from drivetrain.checkpoint.tensors import is_dtensor, is_sharded, local_blocks, 
 from drivetrain.interfaces.shards import Shards
 from drivetrain.specs import Capability
 
-__all__ = ["Document", "Snapshot", "TensorFile", "capture", "canonical", "content_name", "rank_file"]
+__all__ = ["Document", "Snapshot", "TensorFile", "add_own", "capture", "canonical", "content_name", "rank_file"]
 
 #: Tensors of at most so many bytes stand in the JSON: step counts, small generator states.
 _INLINE_SHARED = 16
@@ -165,7 +165,7 @@ def capture(
             for p in pieces
         }
         snapshot.tensors[name] = TensorFile(f"tensors:{content}", tensors, pieces_metadata(pieces))
-    _add_own(snapshot, own, agreement.process.rank, stage)
+    add_own(snapshot, own, agreement.process.rank, stage)
     if agreement.leads:
         summary["models"] = [
             {**model, "aliases": plan.aliases.get(content_name("model", i), {})}
@@ -352,7 +352,8 @@ def _values(tensor: Any, piece: Piece) -> torch.Tensor:
     return next(block.values for block in local_blocks(tensor) if block.offsets == piece.offsets)
 
 
-def _add_own(snapshot: Snapshot, own: Encoded, rank: int, stage: Stage) -> None:
+def add_own(snapshot: Snapshot, own: Encoded, rank: int, stage: Stage = _share) -> None:
+    """Add the files with one rank's own state."""
     name = rank_file(rank)
     snapshot.documents[f"{name}.json"] = Document(f"rank:{rank}", dumps({"tree": own.tree, "inline": own.inline}))
     if own.tensors:

@@ -34,16 +34,26 @@ from drivetrain.checkpoint._files import (
     write_file,
 )
 from drivetrain.checkpoint.capture import Snapshot
+from drivetrain.checkpoint.location import Location, RemotePath, locate
 from drivetrain.checkpoint.manifest import FileEntry, Manifest
 from drivetrain.checkpoint.naming import checkpoint_name, next_number
 from drivetrain.errors import CheckpointError
 from drivetrain.interfaces.checkpoint_format import CheckpointFormat
 
-__all__ = ["Target", "Transaction", "clean_leftovers", "recover", "remove_old", "wait_until_visible"]
+__all__ = [
+    "INTACT",
+    "Target",
+    "Transaction",
+    "clean_leftovers",
+    "other_files",
+    "recover",
+    "remove_old",
+    "wait_until_visible",
+]
 
 _HOST = re.sub(r"[^A-Za-z0-9]", "", platform.node())[:32] or "host"
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<purpose>opening|saving|replaced)-(?:(?P<host>[A-Za-z0-9]+)-)?[0-9a-f]{12}")
-_INTACT = "The checkpoint was not made; earlier ones are as they were."
+INTACT = "The checkpoint was not made; earlier ones are as they were."
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +66,11 @@ class Target:
         at_least: The lowest n.
     """
 
-    folder: Path
+    folder: Location
     name: str | None = None
     at_least: int = 0
 
-    def path(self) -> Path:
+    def path(self) -> Location:
         """The final path, as far as is known now."""
         return self.folder / (self.name or checkpoint_name(next_number(self.folder, at_least=self.at_least)))
 
@@ -71,19 +81,29 @@ class Transaction:
     Args:
         agreement: Of the ranks.
         target: Where to.
+        run: Id of the run that saves.
         visibility_timeout: Seconds until a directory that one rank made must be seen by the others.
     """
 
-    def __init__(self, agreement: Agreement, target: Target, *, visibility_timeout: float = 30.0) -> None:
+    def __init__(
+        self, agreement: Agreement, target: Target, *, run: str = "", visibility_timeout: float = 30.0
+    ) -> None:
         self._agreement = agreement
         self._target = target
+        self._run = run
         self._visibility_timeout = visibility_timeout
         self._lock: DirectoryLock | None = None
-        self.directory = Path()
+        self._directory: Path | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Where to write; there is none before `begin` and after the end."""
+        assert self._directory is not None
+        return self._directory
 
     def begin(self) -> None:
         """Make the temporary directory, and see that every rank sees it."""
-        self.directory = Path(self._agreement.lead("making the checkpoint's directory", self._make_directory))
+        self._directory = Path(self._agreement.lead("making the checkpoint's directory", self._make_directory))
         with self._agreement.together("finding the checkpoint's directory"):
             wait_until_visible(self.directory, self._visibility_timeout, self._agreement.process.rank)
 
@@ -93,16 +113,16 @@ class Transaction:
         for stem, file in snapshot.tensors.items():
             name = stem + (format.spec.suffix or ".bin")
             path = self.directory / name
-            with explain_os_error(f"{name} can't be written", _INTACT):
+            with explain_os_error(f"{name} can't be written", INTACT):
                 checksum = format.write(path, file.tensors, file.metadata) or checksum_file(path)
                 entries[name] = FileEntry(path.stat().st_size, checksum, file.content)
         for name, document in snapshot.documents.items():
-            with explain_os_error(f"{name} can't be written", _INTACT):
+            with explain_os_error(f"{name} can't be written", INTACT):
                 record = write_file(self.directory / name, document.data)
             entries[name] = FileEntry(record.size, record.checksum, document.content)
         return entries
 
-    def commit(self, entries: Mapping[str, FileEntry], about: Mapping[str, Any]) -> Path:
+    def commit(self, entries: Mapping[str, FileEntry], about: Mapping[str, Any]) -> Location:
         """Make it a checkpoint, once all ranks have written. Collective.
 
         Args:
@@ -114,37 +134,38 @@ class Transaction:
         """
         answers = self._agreement.exchange({n: [e.size, e.checksum, e.content] for n, e in entries.items()})
         merged = {n: FileEntry(*e) for r in self._agreement.members for n, e in answers[r].items()}
-        return Path(self._agreement.lead("committing the checkpoint", lambda: self._commit(merged, about)))
+        return locate(self._agreement.lead("committing the checkpoint", lambda: self._commit(merged, about)))
 
     def abort(self) -> None:
         """Remove what was written. Never raises: there is an error on its way already."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-            shutil.rmtree(self.directory, ignore_errors=True)
+            if self._directory is not None:
+                shutil.rmtree(self._directory, ignore_errors=True)
 
     # -- on the leader -----------------------------------------------------------------------------------------------------
 
     def _make_directory(self) -> str:
-        target = self._target
-        with explain_os_error(f"{target.folder} can't hold a checkpoint", _INTACT):
-            made = [p for p in (target.folder, *target.folder.parents) if not p.exists()]
-            target.folder.mkdir(parents=True, exist_ok=True)
+        target, folder = self._target, _local(self._target.folder)
+        with explain_os_error(f"{target.folder} can't hold a checkpoint", INTACT):
+            made = [p for p in (folder, *folder.parents) if not p.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
             for path in made:
                 fsync_directory(path.parent)
-            clean_leftovers(target.folder)
+            clean_leftovers(folder)
             if target.name is not None:
-                _check_replaceable(target.path())
+                _check_replaceable(_local(target.path()))
             # Locked before it has the name that others look at, so that nobody takes it for a leftover.
-            opening = target.folder / temporary_name(target.path().name, f"opening-{_HOST}")
+            opening = folder / temporary_name(target.path().name, f"opening-{_HOST}")
             opening.mkdir()
             self._lock = DirectoryLock(opening)
             directory = opening.rename(opening.with_name(opening.name.replace(".opening-", ".saving-")))
-        self.directory = directory
+        self._directory = directory
         return str(directory)
 
     def _commit(self, entries: dict[str, FileEntry], about: Mapping[str, Any]) -> str:
-        with explain_os_error("the checkpoint can't be committed", _INTACT):
+        with explain_os_error("the checkpoint can't be committed", INTACT):
             try:
                 Manifest(files=entries, **about).check_files(self.directory)
             except CheckpointError as error:
@@ -152,7 +173,7 @@ class Transaction:
                     f"{error}. Each process must write to the same directory: use one that all machines share, or "
                     "ProjectConfiguration(save_on_each_node=True)"
                 ) from None
-            for name, path in _others(self.directory, entries):
+            for name, path in other_files(self.directory, entries):
                 fsync_file(path)
                 entries[name] = FileEntry(path.stat().st_size, checksum_file(path))
             for folder, _, _ in os.walk(self.directory):
@@ -170,13 +191,13 @@ class Transaction:
     def _rename(self) -> Path:
         if self._target.name is None:
             while True:  # another run may take the number first
-                final = self._target.path()
+                final = _local(self._target.path())
                 try:
                     rename_new(self.directory, final)
                     return final
                 except FileExistsError:
                     continue
-        final = self._target.path()
+        final = _local(self._target.path())
         try:
             rename_new(self.directory, final)
         except FileExistsError:
@@ -186,7 +207,12 @@ class Transaction:
         return final
 
 
-def _others(directory: Path, entries: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+def _local(path: Location) -> Path:
+    assert isinstance(path, Path)
+    return path
+
+
+def other_files(directory: Path, entries: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
     """Files that hooks wrote."""
     for folder, subfolders, names in os.walk(directory):
         for name in names + [s for s in subfolders if (Path(folder) / s).is_symlink()]:
@@ -237,17 +263,22 @@ def _is_young(path: Path) -> bool:
         return True
 
 
-def remove_old(path: Path) -> None:
+def remove_old(path: Location) -> None:
     """Remove a checkpoint that isn't needed any more. A failure is a warning: the new one is whole."""
     try:
-        remove_checkpoint(path)
+        if isinstance(path, RemotePath):
+            from drivetrain.checkpoint.remote import remove_remote
+
+            remove_remote(path)
+        else:
+            remove_checkpoint(path)
     except OSError as error:
         warnings.warn(f"the old checkpoint {path} can't be removed: {error.strerror}", stacklevel=2)
 
 
-def recover(path: Path) -> None:
+def recover(path: Location) -> None:
     """Put a checkpoint back that was moved aside to be replaced when the process died. Nothing to do where renames can exchange."""
-    if path.exists() or not path.parent.is_dir():
+    if isinstance(path, RemotePath) or path.exists() or not path.parent.is_dir():
         return
     for candidate in path.parent.iterdir():
         match = _LEFTOVER.fullmatch(candidate.name)
@@ -257,7 +288,7 @@ def recover(path: Path) -> None:
             return
 
 
-def wait_until_visible(path: Path, seconds: float, rank: int) -> None:
+def wait_until_visible(path: Location, seconds: float, rank: int) -> None:
     """Wait for a path that another process made, on a file system that shows it late.
 
     Raises:
@@ -273,5 +304,6 @@ def wait_until_visible(path: Path, seconds: float, rank: int) -> None:
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
-        with contextlib.suppress(OSError):  # a listing makes network file systems look again
-            os.listdir(path.parent)  # noqa: PTH208
+        if isinstance(path, Path):
+            with contextlib.suppress(OSError):  # a listing makes network file systems look again
+                os.listdir(path.parent)  # noqa: PTH208

@@ -19,7 +19,7 @@ from drivetrain.checkpoint.tensors import is_dtensor, tensor_identity
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.specs import ProcessInfo
 
-__all__ = ["load_model_weights", "parse_size", "read_weights", "save", "save_model"]
+__all__ = ["load_model_weights", "parse_size", "read_weights", "save", "save_model", "without_aliases"]
 
 _UNITS = {
     "": 1,
@@ -88,7 +88,7 @@ def save_model(
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: give save_model a directory")
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
-    tensors, aliases = _without_aliases(state)
+    tensors, aliases = without_aliases(state)
     if not safe_serialization:
         aliases, tensors = {}, dict(_checked(state))  # torch.save keeps sharing within a file by itself
     limit = parse_size(max_shard_size)
@@ -222,7 +222,7 @@ def save(
     path = Path(f)
     with explain_os_error(f"{path} can't be saved"), _replacing(path) as temporary:
         if safe_serialization:
-            tensors, aliases = _without_aliases(obj)
+            tensors, aliases = without_aliases(obj)
             write_safetensors(temporary, tensors, {"format": "pt", **aliases})
         else:
             _pickle(obj, temporary)
@@ -249,7 +249,8 @@ def _checked(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, value.detach()
 
 
-def _without_aliases(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def without_aliases(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Weights with tied ones once, and the other names of those."""
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
@@ -293,7 +294,7 @@ def _weight_files(path: Path) -> Iterator[tuple[Path, set[str] | None]]:
     if not path.name.endswith(".json"):
         if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
             raise CheckpointError(
-                f"{path} is a pickle, which could run code when it is read; convert it to safetensors first"
+                f"{path} is a pickle, which could run code when it is read: `drivetrain checkpoint convert` makes safetensors of it, and runs nothing"
             )
         yield path, None
         return
@@ -313,7 +314,7 @@ def _weight_files(path: Path) -> Iterator[tuple[Path, set[str] | None]]:
 def _pickles(folder: Path) -> str:
     found = sorted(p.name for p in folder.glob("*.bin"))
     return (
-        f" {found[0]} is a pickle, which could run code when it is read; convert it to safetensors first"
+        f" {found[0]} is a pickle, which could run code when it is read: `drivetrain checkpoint convert` makes safetensors of it, and runs nothing"
         if found
         else ""
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import logging
 import math
-import os
 import platform
 import time
 import uuid
@@ -20,19 +19,22 @@ import torch
 from drivetrain.checkpoint._agree import Agreement
 from drivetrain.checkpoint._background import Background
 from drivetrain.checkpoint.capture import Snapshot, capture
-from drivetrain.checkpoint.commit import Target, Transaction, recover, remove_old, wait_until_visible
+from drivetrain.checkpoint.commit import Target, Transaction, remove_old
+from drivetrain.checkpoint.finding import Finder
 from drivetrain.checkpoint.hooks import HookHandle, HookList, remaining
 from drivetrain.checkpoint.layout import Plan
-from drivetrain.checkpoint.manifest import MANIFEST, Manifest
-from drivetrain.checkpoint.naming import checkpoint_name, list_checkpoints, usable_checkpoints
+from drivetrain.checkpoint.location import Directory, Location, is_remote, locate
+from drivetrain.checkpoint.manifest import Manifest
+from drivetrain.checkpoint.mirror import Mirror
+from drivetrain.checkpoint.naming import list_checkpoints, newest_checkpoint
 from drivetrain.checkpoint.plain import encode
 from drivetrain.checkpoint.project import ProjectConfiguration
+from drivetrain.checkpoint.remote import RemoteTransaction
 from drivetrain.checkpoint.restore import LoadReport, restore
 from drivetrain.checkpoint.retention import Keep
 from drivetrain.checkpoint.session import Session
 from drivetrain.checkpoint.source import Source
 from drivetrain.checkpoint.staging import Staging
-from drivetrain.checkpoint.verification import find_damage
 from drivetrain.errors import CheckpointError
 from drivetrain.interfaces.checkpoint_format import CheckpointFormat
 from drivetrain.specs import CheckpointFormatSpec
@@ -67,7 +69,7 @@ class SaveRecord:
         metadata: As given to ``save_state``.
     """
 
-    path: Path
+    path: Location
     nbytes: int
     seconds: float
     blocked_seconds: float
@@ -84,6 +86,8 @@ class CheckpointManager:
         format: How tensors are stored; safetensors by default.
         find_format: Gives the format of a name, for checkpoints written in another one.
         notify: Called with "before_save", "after_save", "before_load" or "after_load" and the directory.
+        before_commit: Called on each rank when its files are written, on the thread that wrote them: what must be durable no later than the checkpoint.
+        on_saved: Called with each save that has ended well, on the thread that wrote it.
         keep: Which checkpoints to keep; by default the newest ``project.total_limit``.
         timeout: Seconds to wait for the slowest rank.
         visibility_timeout: Seconds until a directory that one rank made must be seen by the others.
@@ -96,7 +100,9 @@ class CheckpointManager:
         project: ProjectConfiguration | None = None,
         format: CheckpointFormat | None = None,
         find_format: Callable[[str], CheckpointFormat] | None = None,
-        notify: Callable[[str, Path], None] | None = None,
+        notify: Callable[[str, Location], None] | None = None,
+        before_commit: Callable[[], Any] | None = None,
+        on_saved: Callable[[SaveRecord], None] | None = None,
         keep: Keep | None = None,
         timeout: float = 3600.0,
         visibility_timeout: float = 30.0,
@@ -109,9 +115,12 @@ class CheckpointManager:
         self._format = format or safetensors_format()
         self._find_format = find_format
         self._notify = notify or (lambda event, directory: None)
+        self._before_commit = before_commit or (lambda: None)
+        self._on_saved = on_saved or (lambda record: None)
         self._keep = keep or Keep(last=self.project.total_limit)
         self._visibility_timeout = visibility_timeout
         self._agreement = Agreement(session.process, per_node=self.project.save_on_each_node, timeout=timeout)
+        self._finder = Finder(self._agreement, visibility_timeout=visibility_timeout)
         self._save_hooks = HookList()
         self._load_hooks = HookList()
         self._staging = Staging()
@@ -137,11 +146,13 @@ class CheckpointManager:
 
     def save_state(
         self,
-        directory: str | os.PathLike[str] | None = None,
+        directory: Directory | None = None,
         *,
         blocking: bool = True,
         metadata: Mapping[str, Any] | None = None,
-    ) -> Path:
+        numbered: bool = False,
+        keep: Keep | None = None,
+    ) -> Location:
         """Save the session's state. Collective.
 
         Args:
@@ -149,6 +160,8 @@ class CheckpointManager:
                 ``automatic_checkpoint_naming``, the next ``checkpoint_<n>``.
             blocking: With False the state is copied and written in the background; `wait` ends it, and so do the next save and load.
             metadata: Plain data to be kept in the manifest: metrics, notes.
+            numbered: Make the project's next ``checkpoint_<n>`` whatever ``automatic_checkpoint_naming`` says.
+            keep: Which numbered checkpoints to keep from now on, in place of the manager's rule.
 
         Returns:
             The checkpoint's path; in the background it may still change if another run takes the number.
@@ -158,12 +171,14 @@ class CheckpointManager:
         """
         started = time.perf_counter()
         self.wait()
-        target = self._target(directory)
+        self._keep = keep or self._keep
+        target = self._target(directory, numbered=numbered)
         about = self._about(metadata)
-        path = Path(self._agreement.lead("choosing the checkpoint's directory", lambda: str(target.path())))
+        path = locate(self._agreement.lead("choosing the checkpoint's directory", lambda: str(target.path())))
         with self._agreement.together("a hook before saving"):
             self._notify("before_save", path)
-        transaction = Transaction(self._agreement, target, visibility_timeout=self._visibility_timeout)
+        kind = RemoteTransaction if is_remote(target.folder) else Transaction
+        transaction = kind(self._agreement, target, run=self._run, visibility_timeout=self._visibility_timeout)
         try:
             transaction.begin()
             snapshot = self._capture(transaction.directory, blocking)
@@ -184,7 +199,12 @@ class CheckpointManager:
             return path
         return self._committed(finish())
 
-    def wait(self) -> Path | None:
+    def expected_path(self, directory: Directory | None = None, *, numbered: bool = False) -> Location:
+        """Where a save with these arguments would go now. Collective."""
+        target = self._target(directory, numbered=numbered)
+        return locate(self._agreement.lead("choosing the checkpoint's directory", lambda: str(target.path())))
+
+    def wait(self) -> Location | None:
         """Wait for the save in the background, if there is one. Collective.
 
         Returns:
@@ -198,11 +218,10 @@ class CheckpointManager:
         pending, self._pending = self._pending, None
         return self._committed(pending.wait())
 
-    def check(self) -> None:
-        """Raise the error of a save in the background that has failed. Costs next to nothing; not collective, and ranks may notice at different times."""
-        if self._pending is not None and self._pending.failed:
-            pending, self._pending = self._pending, None
-            pending.wait()
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has failed, on any rank: `wait` raises its error. Ranks may notice at different times."""
+        return self._pending is not None and self._pending.failed
 
     def close(self) -> None:
         """Wait for the save in the background and give memory and process group back."""
@@ -212,18 +231,17 @@ class CheckpointManager:
             self._staging.release()
             self._agreement.close()
 
-    def _target(self, directory: str | os.PathLike[str] | None) -> Target:
+    def _target(self, directory: Directory | None, *, numbered: bool) -> Target:
         if directory is not None:
-            path = Path(directory).absolute()
+            path = locate(directory)
             return Target(path.parent, path.name)
-        return Target(self._folder("save_state()"), at_least=self.project.iteration)
+        return Target(self._folder("save_state()", numbered=numbered), at_least=self.project.iteration)
 
-    def _folder(self, call: str) -> Path:
-        if self.project.project_dir is None or not self.project.automatic_checkpoint_naming:
-            raise CheckpointError(
-                f"{call} needs a directory, or ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
-            )
-        return Path(self.project.project_dir).absolute() / "checkpoints"
+    def _folder(self, call: str, *, numbered: bool = False) -> Location:
+        if self.project.project_dir is None or not (numbered or self.project.automatic_checkpoint_naming):
+            naming = "" if numbered else ", automatic_checkpoint_naming=True"
+            raise CheckpointError(f"{call} needs a directory, or ProjectConfiguration(project_dir=...{naming})")
+        return locate(self.project.project_dir) / "checkpoints"
 
     def _about(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         """The manifest's fields, but for the files. Collective."""
@@ -283,19 +301,22 @@ class CheckpointManager:
         try:
             with self._agreement.together("writing the checkpoint"):
                 entries = transaction.write(snapshot, self._format)
+                self._before_commit()
             path = transaction.commit(entries, about)
         except BaseException:
             transaction.abort()
             raise
         nbytes = int(self._agreement.lead("reading the manifest", lambda: Manifest.read(path).size))
         seconds = time.perf_counter() - started
-        return SaveRecord(
+        record = SaveRecord(
             path, nbytes, seconds, blocked[0] if blocked else seconds, about["counters"], about["metadata"]
         )
+        self._on_saved(record)
+        return record
 
-    def _remove_expired(self, folder: Path) -> None:
+    def _remove_expired(self, folder: Location) -> None:
         """On the leader: remove what the rule doesn't keep."""
-        if self._keep.last is None:
+        if self._keep.keeps_all:
             return
         present = []
         for found in list_checkpoints(folder):
@@ -306,7 +327,7 @@ class CheckpointManager:
         for found in self._keep.expired(present, run=self._run):
             remove_old(found.path)
 
-    def _committed(self, record: SaveRecord) -> Path:
+    def _committed(self, record: SaveRecord) -> Location:
         self.last_save = record
         with self._agreement.together("a hook after saving"):
             self._notify("after_save", record.path)
@@ -314,9 +335,7 @@ class CheckpointManager:
 
     # -- loading -----------------------------------------------------------------------------------------------------------
 
-    def load_state(
-        self, directory: str | os.PathLike[str] | None = None, *, strict: bool = True, verify: bool = True
-    ) -> Path:
+    def load_state(self, directory: Directory | None = None, *, strict: bool = True, verify: bool = True) -> Location:
         """Load a state into the session, at this world size, under this backend and precision. Collective.
 
         Args:
@@ -331,70 +350,62 @@ class CheckpointManager:
             CheckpointError: On every rank, if it can't be loaded on any; the session is unchanged if the cause lies in the checkpoint.
         """
         self.wait()
-        path, manifest = self._newest(verify) if directory is None else self._given(Path(directory).absolute(), verify)
-        with self._agreement.together("a hook before loading"):
-            self._notify("before_load", path)
-        models: list[Any] = list(self._session.models)
-        with self._agreement.together("a hook before loading"):
-            self._load_hooks(models, str(path))
-        with self._agreement.together(f"opening {path}"):
-            source = Source(path, manifest, self._format_of(manifest))
-        with source:
-            left = remaining(self._session.models, models)
-            self.last_load = restore(self._session, source, self._agreement, strict=strict, models=left)
+        if directory is not None:
+            return self._load(self._finder.given(locate(directory), verify=verify), strict=strict)
+        folder = self._project_folder("load_state()")
+        found = self._finder.newest(folder, verify=verify)
+        if found is None:
+            raise CheckpointError(f"there is no whole checkpoint in {folder}")
+        return self._load(found, strict=strict)
+
+    def load_newest(self) -> Location | None:
+        """Load the project's newest whole checkpoint, however ``automatic_checkpoint_naming`` is set. Collective.
+
+        Returns:
+            Its path, or None if there is none, and nothing was changed.
+
+        Raises:
+            CheckpointError: As for `load_state`.
+        """
+        self.wait()
+        found = self._finder.newest(self._project_folder("resume='auto'", numbered=True), verify=True)
+        return None if found is None else self._load(found, strict=True)
+
+    def peek(self, directory: Directory | None = None) -> tuple[Manifest, dict[str, str]] | None:
+        """The manifest, and ids of trackers' runs, of a checkpoint or the project's newest; None if there is none. Not collective; reads no tensors."""
+        path = (
+            newest_checkpoint(self._folder("resume='auto'", numbered=True)) if directory is None else locate(directory)
+        )
+        if path is None:
+            return None
+        manifest = Manifest.read(path)
+        with Source(Mirror(path, manifest), self._format_of(manifest)) as source:
+            return manifest, source.run_ids()
+
+    def _project_folder(self, call: str, *, numbered: bool = False) -> Location:
+        """The project's folder of checkpoints. Collective."""
+        with self._agreement.together("finding the newest checkpoint"):
+            return self._folder(call, numbered=numbered)
+
+    def _load(self, files: Mirror, *, strict: bool) -> Location:
+        path, manifest = files.directory, files.manifest
+        with files:
+            with self._agreement.together("a hook before loading"):
+                self._notify("before_load", path)
+            models: list[Any] = list(self._session.models)
+            with self._agreement.together("a hook before loading"):
+                if len(self._load_hooks):
+                    self._load_hooks(models, str(files.folder()))
+            with self._agreement.together(f"opening {path}"):
+                source = Source(files, self._format_of(manifest))
+            with source:
+                left = remaining(self._session.models, models)
+                self.last_load = restore(self._session, source, self._agreement, strict=strict, models=left)
         self._run = manifest.run
         self._report(path, self.last_load)
         with self._agreement.together("a hook after loading"):
             self._notify("after_load", path)
         return path
-
-    def _given(self, path: Path, verify: bool) -> tuple[Path, Manifest]:
-        def find() -> None:
-            recover(path)
-            if not (path / MANIFEST).exists() and (inside := list_checkpoints(path)):
-                raise CheckpointError(f"{path} is no checkpoint, but holds some: load {inside[-1].path}, say")
-
-        self._agreement.lead(f"opening {path}", find)
-        manifest = self._read_manifest(path)
-        damage = self._damage(path, manifest) if verify else []
-        if damage:
-            raise CheckpointError(f"{path} is broken and was not loaded: {'; '.join(damage[:4])}")
-        return path, manifest
-
-    def _newest(self, verify: bool) -> tuple[Path, Manifest]:
-        with self._agreement.together("finding the newest checkpoint"):
-            folder = self._folder("load_state()")
-            numbers = [found.number for found, _ in usable_checkpoints(folder)] if self._agreement.leads else None
-        answers = [set(a) for a in self._agreement.exchange(numbers) if a is not None]
-        for number in sorted(set.intersection(*answers), reverse=True):
-            path = folder / checkpoint_name(number)
-            manifest = self._read_manifest(path)
-            damage = self._damage(path, manifest) if verify else []
-            if not damage:
-                return path, manifest
-            if self._agreement.leads:
-                warnings.warn(f"Skipping {path}: {'; '.join(damage[:4])}", stacklevel=3)
-        raise CheckpointError(f"there is no whole checkpoint in {folder}")
-
-    def _read_manifest(self, path: Path) -> Manifest:
-        """The manifest, the same on every rank that reads this directory. Collective."""
-        with self._agreement.together(f"opening {path}"):
-            if not self._agreement.leads:
-                wait_until_visible(path / MANIFEST, self._visibility_timeout, self._session.process.rank)
-            manifest = Manifest.read(path)
-            manifest.check_files(path)
-        created = self._agreement.exchange([manifest.run, manifest.created, manifest.size])
-        if any(created[r] != created[self._agreement.members[0]] for r in self._agreement.members):
-            raise CheckpointError(f"{path} is not the same on every rank: {created}")
-        return manifest
-
-    def _damage(self, path: Path, manifest: Manifest) -> list[str]:
-        """What is wrong with the files' content; each rank reads its share. Collective."""
-        members = self._agreement.members
-        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-        share = by_size[members.index(self._session.process.rank) :: len(members)]
-        found = self._agreement.exchange(list(find_damage(path, manifest, share)))
-        return [clause for answer in found for clause in answer]
 
     def _format_of(self, manifest: Manifest) -> CheckpointFormat:
         if manifest.format == self._format.spec.name:
@@ -405,7 +416,7 @@ class CheckpointManager:
             return safetensors_format()
         raise CheckpointError(f"the checkpoint's format is {manifest.format!r}, which isn't installed")
 
-    def _report(self, path: Path, report: LoadReport) -> None:
+    def _report(self, path: Location, report: LoadReport) -> None:
         for kind in ("missing", "unexpected"):
             names = getattr(report, kind)
             if names and self._agreement.leads:

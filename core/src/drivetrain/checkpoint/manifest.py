@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from drivetrain.checkpoint._files import MANIFEST, FileRecord, write_file
+from drivetrain.checkpoint.location import Location, RemotePath
 from drivetrain.errors import CheckpointError
 
 __all__ = ["FORMAT_VERSION", "MANIFEST", "FileEntry", "Manifest"]
@@ -142,7 +143,7 @@ class Manifest:
             raise CheckpointError(f"{MANIFEST} is damaged: {error}") from error
 
     @classmethod
-    def read(cls, directory: Path) -> Manifest:
+    def read(cls, directory: Location) -> Manifest:
         """The manifest of a checkpoint.
 
         Raises:
@@ -163,12 +164,15 @@ class Manifest:
         """Write it, fsynced."""
         return write_file(directory / MANIFEST, self.to_bytes())
 
-    def check_files(self, directory: Path) -> None:
+    def check_files(self, directory: Location) -> None:
         """Check that each file is there, regular, and of the right size. Reads no content.
 
         Raises:
             CheckpointError: Naming the first that isn't.
         """
+        if isinstance(directory, RemotePath):
+            self._check_sizes(directory)
+            return
         for name, entry in self.files.items():
             path = directory / name
             try:
@@ -180,13 +184,24 @@ class Manifest:
             if facts.st_size != entry.size:
                 raise CheckpointError(f"{path} has {facts.st_size} bytes, the manifest says {entry.size}")
 
+    def _check_sizes(self, directory: RemotePath) -> None:
+        try:
+            sizes = directory.sizes()
+        except OSError as error:
+            raise CheckpointError(f"{directory} can't be read: {error.strerror}") from error
+        for name, entry in self.files.items():
+            if name not in sizes:
+                raise CheckpointError(f"{directory / name} is missing")
+            if sizes[name] != entry.size:
+                raise CheckpointError(f"{directory / name} has {sizes[name]} bytes, the manifest says {entry.size}")
+
 
 def _between(directory: Path, path: Path) -> list[Path]:
     """The folders inside ``directory`` that lead to ``path``."""
     return [parent for parent in path.parents if directory in parent.parents]
 
 
-def _why_none(directory: Path) -> str:
+def _why_none(directory: Location) -> str:
     if not directory.exists():
         return "it doesn't exist"
     if not directory.is_dir():

@@ -7,8 +7,8 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
+from drivetrain.checkpoint.location import Directory, Location, locate
 from drivetrain.checkpoint.manifest import Manifest
 from drivetrain.errors import CheckpointError
 
@@ -27,7 +27,7 @@ class Found:
     """
 
     number: int
-    path: Path
+    path: Location
 
 
 def checkpoint_name(number: int) -> str:
@@ -40,7 +40,7 @@ def checkpoint_name(number: int) -> str:
     return f"checkpoint_{number}"
 
 
-def list_checkpoints(folder: Path) -> list[Found]:
+def list_checkpoints(folder: Location) -> list[Found]:
     """All entries with a checkpoint's name, whole or not, by number. A folder that doesn't exist has none."""
     found = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -51,13 +51,13 @@ def list_checkpoints(folder: Path) -> list[Found]:
     return sorted(found, key=lambda f: f.number)
 
 
-def next_number(folder: Path, *, at_least: int = 0) -> int:
+def next_number(folder: Location, *, at_least: int = 0) -> int:
     """The number after the highest there is, broken ones included."""
     found = list_checkpoints(folder)
     return max(at_least, found[-1].number + 1 if found else 0)
 
 
-def usable_checkpoints(folder: Path) -> Iterator[tuple[Found, Manifest]]:
+def usable_checkpoints(folder: Location) -> Iterator[tuple[Found, Manifest]]:
     """Checkpoints whose files are all there, newest first. Others are skipped with a warning that says why. Reads no content."""
     for found in reversed(list_checkpoints(folder)):
         try:
@@ -69,11 +69,11 @@ def usable_checkpoints(folder: Path) -> Iterator[tuple[Found, Manifest]]:
         yield found, manifest
 
 
-def newest_checkpoint(folder: str | Path) -> Path | None:
+def newest_checkpoint(folder: Directory) -> Location | None:
     """The newest checkpoint whose files are all there, or None.
 
     Example:
         >>> newest_checkpoint("no/such/folder") is None
         True
     """
-    return next((found.path for found, _ in usable_checkpoints(Path(folder))), None)
+    return next((found.path for found, _ in usable_checkpoints(locate(folder))), None)

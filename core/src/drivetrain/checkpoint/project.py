@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from drivetrain.checkpoint.location import is_remote
 from drivetrain.config import Options
 from drivetrain.errors import ConfigurationError
 
@@ -17,8 +18,8 @@ class ProjectConfiguration(Options):
     """Where a project keeps its checkpoints and logs, and how checkpoints are named.
 
     Args:
-        project_dir: The project's directory. Automatically named checkpoints lie in ``project_dir/checkpoints``.
-        logging_dir: Directory of trackers that write files; ``project_dir`` if not given.
+        project_dir: The project's directory, or a URL that fsspec understands (``s3://bucket/run``). Numbered checkpoints lie in ``project_dir/checkpoints``.
+        logging_dir: Directory of trackers that write files; ``project_dir`` if not given, unless that is a URL.
         automatic_checkpoint_naming: ``save_state()`` without a directory makes ``checkpoints/checkpoint_<n>``, and goes on after the highest n there is.
         total_limit: How many automatically named checkpoints of this run to keep; the oldest are removed, but only once a new one is whole. None keeps all.
         iteration: The lowest n to use next.
@@ -49,6 +50,10 @@ class ProjectConfiguration(Options):
             raise ConfigurationError(f"ProjectConfiguration: iteration must not be negative; it is {self.iteration}")
         if self.logging_dir is not None:
             self.logging_dir = os.fspath(self.logging_dir)
+            if is_remote(self.logging_dir):
+                raise ConfigurationError(
+                    f"ProjectConfiguration: trackers write to a directory, and logging_dir={self.logging_dir!r} is a URL: give a path"
+                )
         self.set_directories(self.project_dir)
 
     def explicit(self) -> dict[str, Any]:
@@ -61,5 +66,11 @@ class ProjectConfiguration(Options):
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Set the project's directory, and the logging directory where none was given."""
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
-        if self.logging_dir is None:
+        if is_remote(self.project_dir):
+            if self.save_on_each_node:
+                raise ConfigurationError(
+                    "ProjectConfiguration: save_on_each_node=True is for directories that each machine has for itself, and "
+                    f"{self.project_dir} is one place for all: leave it out"
+                )
+        elif self.logging_dir is None:
             self.logging_dir = self.project_dir

@@ -100,6 +100,9 @@ def _compare_counts(session: Session, source: Source, strict: bool, report: Load
         "custom_objects": session.custom_objects,
     }
     for kind, objects in here.items():
+        if source.state[kind] is None:  # a converted checkpoint
+            report.notes.append(f"the checkpoint doesn't know about {kind.replace('_', ' ')}: they start afresh")
+            continue
         saved = [entry["class"] if isinstance(entry, dict) else entry for entry in source.state[kind]]
         present = [type(o).__name__ for o in objects]
         if len(saved) != len(present):
@@ -189,6 +192,9 @@ def _optimizer_state(
         if id(p) in names
     }
     here = {canonical(name): name for name in layouts}
+    if source.state["optimizers"][index].get("by") == "position":  # converted from files that know no names
+        order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        here = {str(position): name for position, name in enumerate(order)}
     values = {
         here.get(name, name): _fill(entry, store, layouts.get(here.get(name, name)))
         for name, entry in state["state"].items()

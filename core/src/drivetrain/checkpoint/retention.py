@@ -19,7 +19,7 @@ class Keep:
     """A rule for which checkpoints of a run to keep. One that any part of the rule wants is kept; the newest always is.
 
     Args:
-        last: How many of the newest; None for all.
+        last: How many of the newest; None for one where another part of the rule says what to keep besides, and else for all.
         every: Those whose step is a multiple of this, for ever.
         best: How many of the best by ``metric``.
         metric: A name in the ``metadata`` given to ``save_state``.
@@ -46,6 +46,11 @@ class Keep:
         if self.mode not in ("min", "max"):
             raise ConfigurationError(f"Keep: mode must be 'min' or 'max'; it is {self.mode!r}")
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is ever removed."""
+        return self.last is None and self.every is None and self.best is None
+
     def expired(self, present: Sequence[tuple[Found, Manifest]], *, run: str) -> list[Found]:
         """Which of a folder's checkpoints to remove, oldest first. Those of other runs stay.
 
@@ -54,9 +59,9 @@ class Keep:
             run: Id of the run that asks.
         """
         own = sorted((e for e in present if e[1].run == run), key=lambda e: e[0].number)
-        if self.last is None:
+        if self.keeps_all:
             return []
-        kept = {found for found, _ in own[-self.last :]}
+        kept = {found for found, _ in own[-(self.last or 1) :]}
         if self.every is not None:
             kept |= {found for found, m in own if int(m.counters.get("step", 1)) % self.every == 0}
         if self.best is not None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from drivetrain.checkpoint.manifest import Manifest
+from drivetrain.checkpoint.mirror import Mirror
 from drivetrain.checkpoint.plain import decode, inline_tensor, loads
 from drivetrain.checkpoint.store import TensorStore
 from drivetrain.errors import CheckpointError
@@ -22,14 +21,14 @@ class Source:
     """Reads a checkpoint; a context manager that closes its files.
 
     Args:
-        directory: The checkpoint.
-        manifest: Its manifest.
+        files: The checkpoint's; closed with it.
         format: Reads its tensor files.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, format: CheckpointFormat) -> None:
-        self.directory = directory
-        self.manifest = manifest
+    def __init__(self, files: Mirror, format: CheckpointFormat) -> None:
+        self.directory = files.directory
+        self.manifest = files.manifest
+        self._mirror = files
         self._format = format
         self._files = contextlib.ExitStack()
         self._stores: dict[str, TensorStore] = {}
@@ -40,6 +39,7 @@ class Source:
 
     def __exit__(self, *exc: object) -> None:
         self._files.close()
+        self._mirror.close()
 
     def document(self, content: str) -> Any:
         """The JSON document with this content.
@@ -50,17 +50,16 @@ class Source:
         names = self.manifest.holding(content)
         if len(names) != 1:
             raise CheckpointError(f"{self.directory} has {len(names)} files that hold {content!r}, not one")
-        path = self.directory / names[0]
         try:
-            return loads(path.read_bytes())
+            return loads(self._mirror.path(names[0]).read_bytes())
         except (OSError, CheckpointError) as error:
-            raise CheckpointError(f"{path} can't be read: {error}") from error
+            raise CheckpointError(f"{self.directory / names[0]} can't be read: {error}") from error
 
     def store(self, content: str) -> TensorStore:
         """The tensors with this content, those that stand in the JSON included; empty if there are none."""
         if content not in self._stores:
             names = self.manifest.holding(f"tensors:{content}")
-            readers = [self._files.enter_context(self._format.open(self.directory / name)) for name in names]
+            readers = [self._files.enter_context(self._format.open(self._mirror.path(name))) for name in names]
             small = TensorReader({n: inline_tensor(t) for n, t in self._inline(content).items()}, {})
             self._stores[content] = TensorStore([*readers, small], self._aliases(content))
         return self._stores[content]
@@ -73,6 +72,12 @@ class Source:
         """What `decode` needs for a part of the shared state."""
         store = self.store(f"{content}.extra" if content.partition("_")[0] == "model" else content)
         return self.state["parts"][content]["tree"], store.read
+
+    def run_ids(self) -> dict[str, str]:
+        """Ids of trackers' runs; reads no tensor."""
+        tree = self.state["parts"]["objects"]["tree"]
+        ids: dict[str, str] = decode(tree.get("tracker_run_ids", {}), str)
+        return ids
 
     def own(self, rank: int) -> dict[str, Any]:
         """The state of one rank."""

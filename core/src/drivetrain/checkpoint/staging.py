@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 __all__ = ["Staging"]
 
+#: Bytes that one thread copies at a time, and bytes after which copies are made without waiting for `finish`: sources may be temporary.
+_CHUNK = 8 << 20
+_PENDING = 512 << 20
+_MOST_THREADS = 4
+
 
 class Staging:
     """Buffers for copies of tensors, allocated once and used again by the next save: fresh memory costs several times the copy.
+
+    Tensors on the CPU are copied by threads of our own. Those of torch's operators wait for each other at the end of each one, which takes many times
+    as long as the copy where cores are busy with something else.
 
     Example:
         >>> staging = Staging()
@@ -24,6 +37,9 @@ class Staging:
         self._buffers: dict[str, torch.Tensor] = {}
         self._used: set[str] = set()
         self._devices: set[torch.device] = set()
+        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._pending_nbytes = 0
+        self._pool: ThreadPoolExecutor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -47,13 +63,19 @@ class Staging:
         self._used.add(place)
         if source.numel() == 0:
             return torch.empty(source.shape, dtype=source.dtype, device="cpu")
-        buffer.copy_(source.reshape(-1).view(torch.uint8), non_blocking=on_device)
         if on_device:
+            buffer.copy_(source.reshape(-1).view(torch.uint8), non_blocking=True)
             self._devices.add(source.device)
+        else:
+            self._pending.append((buffer, source))
+            self._pending_nbytes += source.nbytes
+            if self._pending_nbytes > _PENDING:
+                self._copy_pending()
         return buffer.view(source.dtype).reshape(source.shape)
 
     def finish(self) -> None:
         """Wait until all copies are made, and drop buffers that this save didn't use."""
+        self._copy_pending()
         for device in self._devices:
             torch.get_device_module(device).synchronize(device)
         self._devices.clear()
@@ -62,6 +84,33 @@ class Staging:
         self._used.clear()
 
     def release(self) -> None:
-        """Free all buffers."""
+        """Free all buffers, and end the threads."""
+        self._pending.clear()
         self._buffers.clear()
         self._used.clear()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _copy_pending(self) -> None:
+        pieces = [
+            (target.data_ptr() + start, source.data_ptr() + start, min(_CHUNK, source.nbytes - start))
+            for target, source in self._pending
+            for start in range(0, source.nbytes, _CHUNK)
+        ]
+        if self._pending_nbytes <= _CHUNK:
+            for piece in pieces:
+                ctypes.memmove(*piece)
+        else:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "drivetrain-staging")
+            queue = iter(pieces)  # `next` on it is atomic: each piece has one taker
+            for work in [self._pool.submit(_copy_all, queue) for _ in range(self._pool._max_workers)]:
+                work.result()
+        self._pending.clear()
+        self._pending_nbytes = 0
+
+
+def _copy_all(pieces: Iterator[tuple[int, int, int]]) -> None:
+    for piece in pieces:
+        ctypes.memmove(*piece)  # without the interpreter's lock

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain.checkpoint._files import MANIFEST, checksum_file
+from drivetrain.checkpoint.location import Directory, Location, RemotePath, locate
 from drivetrain.checkpoint.manifest import Manifest
+from drivetrain.checkpoint.mirror import Mirror
 from drivetrain.errors import CheckpointError
 
 __all__ = ["Verification", "find_damage", "verify"]
@@ -34,7 +36,7 @@ class Verification:
         return not self.damage
 
 
-def verify(directory: Path, *, progress: Callable[[int], None] | None = None) -> Verification:
+def verify(directory: Directory, *, progress: Callable[[int], None] | None = None) -> Verification:
     """Check every file of a checkpoint against its manifest.
 
     Args:
@@ -44,22 +46,28 @@ def verify(directory: Path, *, progress: Callable[[int], None] | None = None) ->
     Raises:
         CheckpointError: If there is no readable manifest.
     """
-    directory = Path(directory)
-    manifest = Manifest.read(directory)
-    damage = tuple(find_damage(directory, manifest, manifest.files, progress=progress))
-    return Verification(manifest, damage, tuple(_foreign_files(directory, manifest)))
+    path = locate(directory)
+    manifest = Manifest.read(path)
+    damage = tuple(find_damage(Mirror(path, manifest), manifest.files, progress=progress, keep=False))
+    return Verification(manifest, damage, tuple(_foreign_files(path, manifest)))
 
 
 def find_damage(
-    directory: Path, manifest: Manifest, names: Iterable[str], *, progress: Callable[[int], None] | None = None
+    files: Mirror, names: Iterable[str], *, progress: Callable[[int], None] | None = None, keep: bool = True
 ) -> Iterable[str]:
-    """Yield a clause for each of these files that differs from the manifest, reading their content."""
+    """Yield a clause for each of these files that differs from the manifest, reading their content.
+
+    Args:
+        files: The checkpoint's.
+        names: Which of them.
+        progress: Called with the number of bytes of each file that was checked.
+        keep: Whether remote files are copied here, to be read afterwards.
+    """
     for name in names:
-        entry = manifest.files[name]
-        path = directory / name
+        entry = files.manifest.files[name]
+        path = files.directory / name
         try:
-            Manifest(files={name: entry}, format="", world_size=1).check_files(directory)
-            checksum = checksum_file(path)
+            checksum = _checksum(files, name, keep)
         except CheckpointError as error:
             yield str(error)
         except OSError as error:
@@ -71,8 +79,21 @@ def find_damage(
             progress(entry.size)
 
 
-def _foreign_files(directory: Path, manifest: Manifest) -> Iterable[str]:
+def _checksum(files: Mirror, name: str, keep: bool) -> str:
+    if isinstance(files.directory, RemotePath):
+        if keep:
+            files.path(name)  # compares checksums itself
+            return files.manifest.files[name].checksum
+        return (files.directory / name).checksum()
+    Manifest(files={name: files.manifest.files[name]}, format="", world_size=1).check_files(files.directory)
+    return checksum_file(files.directory / name)
+
+
+def _foreign_files(directory: Location, manifest: Manifest) -> Iterable[str]:
     known = {*manifest.files, MANIFEST}
+    if isinstance(directory, RemotePath):
+        yield from sorted(set(directory.sizes()) - known)
+        return
     for folder, _, names in os.walk(directory):
         for name in sorted(names):
             path = (Path(folder) / name).relative_to(directory).as_posix()

@@ -1,4 +1,4 @@
-"""``drivetrain checkpoint``: list, look into, check, export and compare checkpoints."""
+"""``drivetrain checkpoint``: list, look into, check, export, compare and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from drivetrain.checkpoint.location import Location, is_remote, locate
 from drivetrain.checkpoint.manifest import Manifest
 from drivetrain.checkpoint.naming import list_checkpoints
 from drivetrain.errors import CheckpointError
@@ -24,22 +25,34 @@ __all__ = ["checkpoint", "export"]
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_directory = click.argument("directory", type=click.Path(path_type=Path))
+
+
+class _LocationType(click.ParamType):  # type: ignore[type-arg]  # older versions of click have no arguments
+    """A directory, or a URL that fsspec understands."""
+
+    name = "path or URL"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Location:
+        return locate(value) if is_remote(value) else Path(value)
+
+
+_location = _LocationType()
+_directory = click.argument("directory", type=_location)
 
 
 @click.group()
 def checkpoint() -> None:
-    """List, look into, check, export and compare checkpoints."""
+    """List, look into, check, export, compare and convert checkpoints."""
 
 
 @checkpoint.command("list")
-@click.argument("folder", type=click.Path(path_type=Path), default=".")
+@click.argument("folder", type=_location, default=".")
 @_json_option
-def list_command(folder: Path, as_json: bool) -> None:
+def list_command(folder: Location, as_json: bool) -> None:
     """List the checkpoints of a folder or project, whole or not."""
     inside = folder / "checkpoints"
     found = list_checkpoints(inside if inside.is_dir() else folder)
-    rows = [{"path": str(entry.path), **_summary(entry.path)} for entry in found]
+    rows = [{"path": str(entry.path), "name": entry.path.name, **_summary(entry.path)} for entry in found]
     if as_json:
         _print_json(rows)
         return
@@ -51,7 +64,7 @@ def list_command(folder: Path, as_json: bool) -> None:
         counters = row.get("counters", {})
         table.append(
             (
-                Path(row["path"]).name,
+                row["name"],
                 str(counters.get("step", "")),
                 str(counters.get("epoch", "")),
                 size_text(row["size"]) if "size" in row else "",
@@ -67,7 +80,7 @@ def list_command(folder: Path, as_json: bool) -> None:
 @_directory
 @click.option("--tensors", is_flag=True, help="List every tensor with dtype, shape and size.")
 @_json_option
-def inspect(directory: Path, tensors: bool, as_json: bool) -> None:
+def inspect(directory: Location, tensors: bool, as_json: bool) -> None:
     """Show what a checkpoint consists of."""
     manifest = Manifest.read(directory)
     rows = list(_tensor_rows(directory, manifest)) if tensors else []
@@ -95,7 +108,7 @@ def inspect(directory: Path, tensors: bool, as_json: bool) -> None:
 @checkpoint.command()
 @_directory
 @click.pass_context
-def verify(ctx: click.Context, directory: Path) -> None:
+def verify(ctx: click.Context, directory: Location) -> None:
     """Check every file against the manifest.
 
     Exits with 1 and names the broken files if any is damaged.
@@ -120,7 +133,7 @@ def verify(ctx: click.Context, directory: Path) -> None:
 @click.option("--model", "index", default=0, show_default=True, help="Which model, in the order of prepare.")
 @click.option("--max-shard-size", default="10GB", show_default=True, help="Largest file, as in 10GB or 500MiB.")
 @click.option("--unsafe-serialization", is_flag=True, help="Write a pickle, for tools that read nothing else.")
-def export(directory: Path, output: Path, index: int, max_shard_size: str, unsafe_serialization: bool) -> None:
+def export(directory: Location, output: Path, index: int, max_shard_size: str, unsafe_serialization: bool) -> None:
     """Write a model's weights alone: model.safetensors, or shards with an index.
 
     OUTPUT is a directory.
@@ -145,14 +158,14 @@ def export(directory: Path, output: Path, index: int, max_shard_size: str, unsaf
 
 
 @checkpoint.command()
-@click.argument("first", type=click.Path(path_type=Path))
-@click.argument("second", type=click.Path(path_type=Path))
+@click.argument("first", type=_location)
+@click.argument("second", type=_location)
 @click.option(
     "--tolerance", type=click.FloatRange(min=0), default=0.0, help="Largest difference of values to pass over."
 )
 @_json_option
 @click.pass_context
-def diff(ctx: click.Context, first: Path, second: Path, tolerance: float, as_json: bool) -> None:
+def diff(ctx: click.Context, first: Location, second: Location, tolerance: float, as_json: bool) -> None:
     """Compare two checkpoints: counters, facts, and every tensor of models and optimizers.
 
     Exits with 1 if tensors differ.
@@ -173,6 +186,48 @@ def diff(ctx: click.Context, first: Path, second: Path, tolerance: float, as_jso
         ctx.exit(1)
 
 
+@checkpoint.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--key", default="", help="The entry that holds the weights, where a file has others: model, state_dict.")
+@click.option("--max-shard-size", default="10GB", show_default=True, help="Largest file of weights.")
+@click.option("--step", type=click.IntRange(min=0), help="Optimizer steps so far; default: what the optimizers say.")
+@click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True, help="The epoch to go on in.")
+def convert(source: Path, output: Path, key: str, max_shard_size: str, step: int | None, epoch: int) -> None:
+    """Make safetensors of other programs' files, and a checkpoint of what Accelerate's save_state wrote.
+
+    SOURCE is a file of torch.save (.bin, .pt, .pth, .ckpt), a directory with such files, a directory of torch's distributed
+    checkpoints, or a directory of Accelerate's save_state. Nothing that stands in them is run: they may hold plain data, tensors and
+    arrays, and are refused otherwise.
+    """
+    from drivetrain.checkpoint.adopting import adopt, is_session
+    from drivetrain.checkpoint.export import parse_size, save_model
+    from drivetrain.checkpoint.foreign import read_foreign_weights
+
+    parse_size(max_shard_size)
+    whole = is_session(source)
+    if whole and key:
+        raise CheckpointError(f"{source} is converted as a whole: leave out --key")
+    if not whole and (step is not None or epoch):
+        raise CheckpointError(f"{source} holds weights alone: leave out --step and --epoch")
+    paths = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
+    with _progress("reading", length=sum(p.stat().st_size for p in paths)) as bar:
+        if whole:
+            adopted = adopt(source, output, step=step, epoch=epoch, progress=bar.update)
+        else:
+            found = read_foreign_weights(source, key=key, progress=bar.update)
+    if whole:
+        for note in adopted.notes:
+            click.echo(f"{note}.", err=True)
+        click.echo(f"{adopted.path}: accelerator.load_state() takes it.")
+        return
+    if found.left_out:
+        shown = ", ".join(found.left_out[:10]) + (" ..." if len(found.left_out) > 10 else "")
+        click.echo(f"left out: {shown}", err=True)
+    for file in save_model(found.weights, output, max_shard_size=max_shard_size):
+        click.echo(f"{file}  {size_text(file.stat().st_size)}")
+
+
 def size_text(size: float) -> str:
     """A size for people, in decimal units.
 
@@ -186,7 +241,7 @@ def size_text(size: float) -> str:
     return f"{size:.3g} {_UNITS[unit]}"
 
 
-def _summary(path: Path) -> dict[str, Any]:
+def _summary(path: Location) -> dict[str, Any]:
     try:
         manifest = Manifest.read(path)
         problem = ""
@@ -222,15 +277,16 @@ def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[An
     return {k: (a.get(k), b.get(k)) for k in {**a, **b} if a.get(k) != b.get(k) and k not in skipped}
 
 
-def _open(directory: Path) -> Source:
+def _open(directory: Location) -> Source:
     from drivetrain._plugins import get_registry
+    from drivetrain.checkpoint.mirror import Mirror
     from drivetrain.checkpoint.source import Source
 
     manifest = Manifest.read(directory)
     manifest.check_files(directory)
     registry = get_registry()
     spec = registry.get("checkpoint-format", manifest.format)
-    return Source(directory, manifest, registry.load("checkpoint-format", spec.name)(spec))
+    return Source(Mirror(directory, manifest), registry.load("checkpoint-format", spec.name)(spec))
 
 
 def _stores(source: Source) -> Iterator[tuple[str, TensorStore]]:
@@ -243,7 +299,7 @@ def _stores(source: Source) -> Iterator[tuple[str, TensorStore]]:
             yield content, source.store(content)
 
 
-def _tensor_rows(directory: Path, manifest: Manifest) -> Iterator[dict[str, Any]]:
+def _tensor_rows(directory: Location, manifest: Manifest) -> Iterator[dict[str, Any]]:
     import math
 
     from drivetrain.checkpoint.tensors import dtype_name

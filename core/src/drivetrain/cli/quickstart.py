@@ -44,7 +44,7 @@ def quickstart(ctx: click.Context, /, directory: Path, num_processes: int, force
         os.chdir(here)
     if code == 0:
         click.echo(
-            f"\nNext: change {script} and run it again ({shown}).\n"
+            f"\nNext: go on with 20 epochs in all ({shown} 20), or change {script} and start afresh: remove {directory / 'run'}.\n"
             "Without --cpu it takes the accelerators of this machine; `drivetrain explain` says what would be chosen and why.",
             err=True,
         )

@@ -37,6 +37,8 @@ class CoreSettings(Options):
         debug: Gathering different numbers of rows is an error, and torch compares every collective of every rank before it runs, also those
             of a model's gradients, which is slow. (Drivetrain's own collectives are always compared.)
         checkpoint_format: Name of a checkpoint format.
+        resume: "auto" goes on from the newest whole checkpoint in ``<project_dir>/checkpoints``, or starts afresh if there is none; a path from that
+            checkpoint. Loaded where ``accelerator.epochs`` or ``accelerator.resume`` is called.
         config_file: Path of the configuration file.
 
     Example:
@@ -60,6 +62,7 @@ class CoreSettings(Options):
     device_placement: bool = True
     debug: bool = False
     checkpoint_format: str = "safetensors"
+    resume: str | None = None
     config_file: str | None = None
 
     @classmethod

@@ -105,6 +105,8 @@ class PreparedDataLoader(DataLoader[T_co]):
                 if stack.active is not self:
                     stack.enter(self)
                 yield batch
+                if stack.after_batch is not None:
+                    stack.after_batch()
             progress.finish(run)
             attributes["_ended"] = True
         finally:

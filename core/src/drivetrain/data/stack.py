@@ -6,6 +6,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.utils.data import DataLoader
 
     from drivetrain.data.loader import PreparedDataLoader
@@ -27,7 +29,7 @@ class LoaderStack:
         'train'
     """
 
-    __slots__ = ("__weakref__", "_loaders", "_made", "_prepared", "active", "guard", "side_group")
+    __slots__ = ("__weakref__", "_loaders", "_made", "_prepared", "active", "after_batch", "guard", "side_group")
 
     def __init__(self) -> None:
         #: The loader that yielded last, or None outside of loops. A plain attribute: read for each batch.
@@ -36,6 +38,8 @@ class LoaderStack:
         self.side_group: Any = None
         #: Told (``watch(loader)``, ``release(loader)``) when a loader hands out batches that not all ranks have.
         self.guard: Any = None
+        #: Called when a loop's body is done with a batch, before the next one is read; None when there is nothing to do then.
+        self.after_batch: Callable[[], None] | None = None
         self._loaders: list[Any] = []
         self._prepared: weakref.WeakKeyDictionary[DataLoader[Any], PreparedDataLoader[Any]] = (
             weakref.WeakKeyDictionary()

@@ -287,8 +287,9 @@ class CheckpointFormatConformance:
         model, optimizer = _trained()
         made = self.make_format()
         saving = CheckpointManager(PlainSession([model], [optimizer]), format=made, find_format=lambda name: made)
-        directory = saving.save_state(tmp_path / "checkpoint")
-        files = list(Path(directory).rglob(f"*{self.spec.suffix}"))
+        directory = tmp_path / "checkpoint"
+        saving.save_state(directory)
+        files = list(directory.rglob(f"*{self.spec.suffix}"))
         assert files, "the checkpoint has no file of this format"
         other, other_optimizer = _trained(steps=0)
         CheckpointManager(

@@ -39,6 +39,8 @@ class ExitGuard:
         self._on_exit = on_exit
         self._on_exception = on_exception
         self._on_signal = on_signal
+        #: Somebody else ends the process, in an orderly way, after a SIGTERM that would kill it otherwise.
+        self.outlives_signal = False
         self._active = False
         self._pid = os.getpid()
         self._excepthook: Callable[..., Any] | None = None
@@ -106,7 +108,7 @@ class ExitGuard:
                 self._on_exception()
 
     def _signal(self, number: int, frame: FrameType | None) -> None:
-        ends = self._handler == signal.SIG_DFL
+        ends = self._handler == signal.SIG_DFL and not self.outlives_signal
         if self._guarding:
             self._on_signal(ends)
         if callable(self._handler):

@@ -184,6 +184,10 @@ class TrackerHub:
             self._spill([lane for lane, number in zip(lanes, numbers, strict=True) if not lane.flushed(number)])
         return done and not any(lane.spool.pending for lane in lanes)
 
+    def outlive_signal(self) -> None:
+        """From now on a SIGTERM makes what was logged durable and no more: the training loop ends the process when it has stopped."""
+        self._guard.outlives_signal = True
+
     def finish(self, timeout: float | None = None) -> bool:
         """Deliver what waits, close the runs and end the threads. Does nothing when no run is open.
 

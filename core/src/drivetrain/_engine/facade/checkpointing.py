@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from drivetrain.errors import UnsupportedError
+from drivetrain.specs import Capability
 
 if TYPE_CHECKING:
+    from drivetrain._engine.accumulation import Accumulator
     from drivetrain._engine.assemble import Parts
-    from drivetrain.checkpoint import CheckpointManager, HookHandle, ProjectConfiguration
+    from drivetrain.checkpoint import CheckpointManager, HookHandle, ProjectConfiguration, SaveRecord
+    from drivetrain.checkpoint.location import Location
+    from drivetrain.data.stack import LoaderStack
     from drivetrain.interfaces import Backend
 
 __all__ = ["CheckpointFacade"]
@@ -26,8 +30,12 @@ class CheckpointFacade:
     project_configuration: ProjectConfiguration
     _parts: Parts
     _custom_objects: list[Any]
-    _flush_trackers: Callable[[], None]
+    _hub: Any  # the tracking part's
+    gradient_state: Accumulator
+    _loader_stack: LoaderStack
     _manager: CheckpointManager | None = None
+    #: A save that was asked for inside a window, and is made at its end: directory and keywords.
+    _deferred: tuple[Any, dict[str, Any]] | None = None
 
     @property
     def _checkpoints(self) -> CheckpointManager:
@@ -44,7 +52,7 @@ class CheckpointFacade:
         def find_format(name: str) -> Any:
             return registry.load("checkpoint-format", name)(registry.get("checkpoint-format", name))
 
-        def notify(event: str, directory: Path) -> None:
+        def notify(event: str, directory: Location) -> None:
             registry.notify(f"drivetrain_{event}", accelerator=self, directory=directory)
 
         return CheckpointManager(
@@ -53,9 +61,33 @@ class CheckpointFacade:
             format=find_format(plan.checkpoint_format.name),
             find_format=find_format,
             notify=notify,
+            before_commit=self._hub.flush,
+            on_saved=self._tell_trackers,
         )
 
+    def _tell_trackers(self, record: SaveRecord) -> None:
+        """Log a checkpoint where experiments are tracked; called on the thread that wrote it."""
+        if not self._hub.trackers:
+            return
+        facts = {
+            "path": str(record.path),
+            "step": record.counters.get("step", 0),
+            "bytes": record.nbytes,
+            "seconds": record.seconds,
+            "blocked_seconds": record.blocked_seconds,
+        }
+        numbers = {k: v for k, v in record.metadata.items() if isinstance(v, (bool, int, float, str))}
+        # Without a step: the script's own axis isn't known here, and systems drop rows that come late on it.
+        self._hub.log({"checkpoint": {**facts, **numbers}})
+
     def _finish_checkpoints(self) -> None:
+        self._save_deferred()
+        if self._deferred is not None:
+            self._defer(None)
+            warnings.warn(
+                "Training ended inside an accumulation window: the save that was to be made at its end wasn't.",
+                stacklevel=3,
+            )
         if self._manager is not None:
             self._manager.close()
 
@@ -94,7 +126,8 @@ class CheckpointFacade:
             metadata: Plain data to keep in the manifest, such as metrics.
 
         Returns:
-            The checkpoint's path.
+            The checkpoint's path. Inside an accumulation window, a backend that has no access to the gradients so far makes it
+            when the window ends, and a warning says so.
 
         Raises:
             CheckpointError: On every process, if anything fails on one; earlier checkpoints stay as they were.
@@ -113,11 +146,38 @@ class CheckpointFacade:
                 "save_state(safe_serialization=False) would store pickles, which checkpoints never hold: leave it out. "
                 "save_model(..., safe_serialization=False) writes a pickle of a model for other tools."
             )
-        self._flush_trackers()
-        return str(self._checkpoints.save_state(output_dir, blocking=blocking, metadata=metadata))
+        return self._save_or_defer(output_dir, blocking=blocking, metadata=metadata)
+
+    def _save_or_defer(self, directory: str | os.PathLike[str] | None, **how: Any) -> str:
+        """Save now, or at the window's end where the backend can't give the state of one that is open."""
+        if self.gradient_state.is_open and Capability.MID_WINDOW_STATE not in self.backend.spec.capabilities:
+            warnings.warn(
+                f"The backend {self.backend.spec.name!r} can't save inside an accumulation window: the checkpoint is made when the window ends.",
+                stacklevel=3,
+            )
+            self._defer((directory, how))
+            return str(self._checkpoints.expected_path(directory))
+        self._save_deferred()
+        return str(self._checkpoints.save_state(directory, **how))
+
+    def _defer(self, save: tuple[Any, dict[str, Any]] | None) -> None:
+        self._deferred = save
+        # After a batch the loop's body has run to its end, with the scheduler's step; outside of loaders the window's end is all there is.
+        self.gradient_state.after_window = self._loader_stack.after_batch = (
+            None if save is None else self._save_deferred
+        )
+
+    def _save_deferred(self) -> None:
+        """Make the save that was put off to the window's end, if that has come."""
+        if self._deferred is None or self.gradient_state.is_open:
+            return
+        directory, how = self._deferred
+        self._defer(None)
+        self._checkpoints.save_state(directory, **how)
 
     def wait_for_checkpoint(self) -> str | None:
         """Wait until a checkpoint begun with ``blocking=False`` is whole; return its path, or None if there was none. Collective."""
+        self._save_deferred()
         path = self._checkpoints.wait()
         return None if path is None else str(path)
 
@@ -137,7 +197,13 @@ class CheckpointFacade:
         Raises:
             CheckpointError: On every process, if it can't be loaded on one; nothing was changed then.
         """
-        return str(self._checkpoints.load_state(input_dir, strict=strict, verify=verify))
+        path = str(self._checkpoints.load_state(input_dir, strict=strict, verify=verify))
+        self._loaded()
+        return path
+
+    def _loaded(self) -> None:
+        """A checkpoint was loaded."""
+        self._defer(None)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load further objects with the state: any with ``state_dict`` and ``load_state_dict`` of plain data and tensors.

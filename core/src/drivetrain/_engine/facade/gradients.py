@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drivetrain._engine.joining import catch_up
-from drivetrain.errors import UnsupportedError
+from drivetrain.errors import ConfigurationError, UnsupportedError
 from drivetrain.specs import Capability
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ class GradientFacade:
     gradient_state: Accumulator
     _objects: PreparedObjects
     _norm: torch.Tensor | None = None
+    #: What ``Accelerator(resume=...)`` said, until it is loaded.
+    _resume_from: str | None = None
 
     @property
     def _optimizers(self) -> list[PreparedOptimizer]:
@@ -100,7 +102,15 @@ class GradientFacade:
             reduction: "mean", or "sum" when ``loss`` is the sum over the items.
             **kwargs: For ``Tensor.backward``.
         """
+        if self._resume_from is not None:
+            self._refuse_unresumed()
         self.gradient_state.backward(loss, weight=weight, reduction=reduction, **kwargs)
+
+    def _refuse_unresumed(self) -> None:
+        raise ConfigurationError(
+            f"resume={self._resume_from!r} is loaded where training starts, in accelerator.epochs(n), and this script calls backward() before: "
+            "loop over accelerator.epochs(n), or call accelerator.resume() once everything is prepared."
+        )
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:

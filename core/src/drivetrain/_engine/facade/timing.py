@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from drivetrain._engine.prepare import PreparedObjects
@@ -31,6 +31,7 @@ class TimingFacade:
     """Optimizer steps and epochs so far, and a stop that all processes agree on."""
 
     _stopper: Stopper
+    _hub: Any  # the tracking part's
     _objects: PreparedObjects
     _loader_stack: LoaderStack
     _begun: _Begun | None = None
@@ -58,12 +59,15 @@ class TimingFacade:
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Iterate over epochs, going on where a loaded checkpoint stopped, and ending early when training is asked to stop.
 
+        Loads first what ``Accelerator(resume=...)`` says; where the script calls `checkpoint`, the end is saved, too.
+
         Example:
             >>> from drivetrain import Accelerator
             >>> list(Accelerator(cpu=True).epochs(3))
             [0, 1, 2]
         """
-        self._stopper.watch()
+        self._watch()
+        self._before_training()
         resumed = [loader for loader in self._objects.by_kind["loader"] if loader.resumes]
         for loader in resumed:
             loader.set_epoch(loader.epoch)  # this epoch and no other, even where all its batches were taken
@@ -76,6 +80,18 @@ class TimingFacade:
             if not self._stopper.should_stop:  # the epoch that was left early goes on after a resume
                 self._epoch += 1
                 self._begun = None
+        self._after_training()
+
+    def _before_training(self) -> None:
+        """Load what ``Accelerator(resume=...)`` says."""
+
+    def _after_training(self) -> None:
+        """Save what isn't yet, in a script that makes checkpoints."""
+
+    def _watch(self) -> None:
+        """Hear of requests to stop: from now on a SIGTERM is one, and kills nobody."""
+        self._stopper.watch()
+        self._hub.outlive_signal()
 
     @property
     def _epoch_to_go_on_with(self) -> int:
@@ -95,17 +111,17 @@ class TimingFacade:
         Requested by SIGTERM or SIGUSR1 (from the first time this is asked), `set_trigger`, `request_stop` or `stop_after` on any process; becomes true
         on all processes after the same optimizer step, with no collective of its own.
         """
-        self._stopper.watch()
+        self._watch()
         return self._stopper.should_stop
 
     def request_stop(self, reason: str = "requested") -> None:
         """Ask all processes to stop (see `should_stop`)."""
-        self._stopper.watch()
+        self._watch()
         self._stopper.request(reason)
 
     def stop_after(self, seconds: float) -> None:
         """Ask all processes to stop that many seconds from now (a job's time limit)."""
-        self._stopper.watch()
+        self._watch()
         self._stopper.stop_after(seconds)
 
     def _optimizer_stepped(self) -> None:

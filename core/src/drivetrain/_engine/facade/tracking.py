@@ -26,10 +26,6 @@ class TrackingFacade:
         """Made when it is first used: scripts that log nothing don't pay for importing it."""
         return self._parts.make_hub()
 
-    def _flush_trackers(self) -> None:
-        if "_hub" in vars(self):
-            self._hub.flush()
-
     def _finish_trackers(self) -> None:
         if "_hub" in vars(self):
             self._hub.finish()
@@ -45,7 +41,7 @@ class TrackingFacade:
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Start a run in each tracker; after `load_state`, go on with the checkpoint's runs.
+        """Start a run in each tracker; after `load_state`, and where ``resume`` will load a checkpoint, go on with the checkpoint's runs.
 
         Args:
             project_name: Name of the project in all systems.
@@ -60,14 +56,17 @@ class TrackingFacade:
             >>> accelerator.log({"loss": 0.5}, step=1)
             >>> accelerator.end_training()
         """
-        resumes = bool(self._run_ids)
+        run_ids, step = self._runs_to_go_on_with()
         self._hub.start(
             project_name,
             config=config,
             init_kwargs=init_kwargs,
-            run_ids=self._run_ids,
-            resume_step=self._step if resumes else None,
+            run_ids=run_ids,
+            resume_step=step if run_ids else None,
         )
+
+    def _runs_to_go_on_with(self) -> tuple[Mapping[str, str] | None, int]:
+        return self._run_ids, self._step
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
