@@ -327,6 +327,7 @@ class TrackerSpec(_Spec):
         needs_directory: It writes below a logging directory.
         every_rank: It may also run on other ranks than the main one.
         kinds: What it stores besides scalars: "config", "images", "figure", "table", "histogram", "text", "artifact", "summary".
+        aliases: Other names users write, in ``log_with``, ``init_kwargs``, ``get_tracker``.
 
     Example:
         >>> TrackerSpec(name="toy").every_rank
@@ -336,6 +337,7 @@ class TrackerSpec(_Spec):
     needs_directory: bool = False
     every_rank: bool = False
     kinds: frozenset[str] = frozenset()
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

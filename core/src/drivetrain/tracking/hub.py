@@ -88,6 +88,7 @@ class TrackerHub:
         self.options = options if options is not None else TrackingOptions()
         self._settings = dict(settings or {})
         self._entries = check_entries(entries, self.logging_dir)
+        self._aliases = {alias: spec.name for spec, _ in self._entries.values() for alias in spec.aliases}
         self._snapshot = Snapshot(read_later)
         self._keeper = Keeper()
         self._lock = threading.RLock()  # one order of records for all trackers, also when several threads log
@@ -147,10 +148,10 @@ class TrackerHub:
         """
         self.finish()
         self._status = "finished"
-        self._check_names("init_kwargs", init_kwargs)
+        init_kwargs = self._by_name("init_kwargs", init_kwargs)
         lanes = []
         for spec, user_object in self._entries.values():
-            options = dict((init_kwargs or {}).get(spec.name, {}))
+            options = dict(init_kwargs.get(spec.name, {}))
             context = TrackerContext(
                 project_name=project_name,
                 directory=self.logging_dir,
@@ -427,6 +428,7 @@ class TrackerHub:
         Raises:
             TrackerError: For an unknown name; if no run is open; or (unwrap) if the run isn't open yet.
         """
+        name = self._aliases.get(name, name)
         if name not in self._entries:
             raise TrackerError(
                 f"There is no tracker {name!r}.{nearest(name, self.names)}"
@@ -487,13 +489,13 @@ class TrackerHub:
         return Record(kind, str(name), payload, None if step is None else _as_step(step), time.time(), 1 + weight)
 
     def _enqueue(self, record: Record, log_kwargs: LogKwargs | None, only: str | None) -> None:
-        self._check_names("log_kwargs", log_kwargs)
+        log_kwargs = self._by_name("log_kwargs", log_kwargs)
         now = time.monotonic()
         with self._lock:
             for lane in self._lanes:
                 if only is not None and lane.name != only:
                     continue
-                options = dict((log_kwargs or {}).get(lane.name, {}))
+                options = dict(log_kwargs.get(lane.name, {}))
                 mine = record
                 if options:
                     check_options(lane.tracker, options)
@@ -523,12 +525,14 @@ class TrackerHub:
             when = "after end_training()" if self._ended else "before init_trackers()"
             logger.warning("%s() was called %s: its values are not stored.", method, when)
 
-    def _check_names(self, what: str, by_tracker: LogKwargs | None) -> None:
-        """Warn once about keywords for a tracker that wasn't chosen: scripts keep those of several trackers."""
-        for name in by_tracker or ():
+    def _by_name(self, what: str, by_tracker: LogKwargs | None) -> LogKwargs:
+        """Keywords by the trackers' own names; a warning, once, about those for a tracker that wasn't chosen: scripts keep those of several."""
+        named = {self._aliases.get(name, name): keywords for name, keywords in (by_tracker or {}).items()}
+        for name in named:
             if name not in self._entries and f"{what} {name}" not in self._warned and self.process.rank == 0:
                 self._warned.add(f"{what} {name}")
                 logger.warning("%s for %r are not used: the trackers are %s.", what, name, ", ".join(self.names))
+        return named
 
     def _spill(self, lanes: Sequence[Lane], timeout: float = 5.0) -> None:
         """Put what waits for these lanes on disk, on another thread, for the disk may hang too."""
