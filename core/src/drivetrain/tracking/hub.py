@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.config.options import nearest
-from drivetrain.errors import DrivetrainError, TrackerError
+from drivetrain.errors import ConfigurationError, DrivetrainError, TrackerError
 from drivetrain.interfaces.tracker import TrackerContext
 from drivetrain.specs import ProcessInfo, TrackerSpec
 from drivetrain.tracking import media
@@ -35,6 +35,7 @@ from drivetrain.tracking.handle import InertTracker, TrackerHandle
 from drivetrain.tracking.keeper import Keeper
 from drivetrain.tracking.options import TrackingOptions
 from drivetrain.tracking.record import Record
+from drivetrain.tracking.reducer import Reducer, check_reduction, make_call, reduce_rows
 from drivetrain.tracking.values import ReadLater, Snapshot
 from drivetrain.tracking.worker import Lane
 
@@ -91,6 +92,7 @@ class TrackerHub:
         self._aliases = {alias: spec.name for spec, _ in self._entries.values() for alias in spec.aliases}
         self._snapshot = Snapshot(read_later)
         self._keeper = Keeper()
+        self._reducer = Reducer(self.process, self.options.reduce_timeout)
         self._lock = threading.RLock()  # one order of records for all trackers, also when several threads log
         self._lanes: tuple[Lane, ...] = ()
         self._ended: tuple[Lane, ...] = ()
@@ -199,9 +201,9 @@ class TrackerHub:
         if not lanes:
             return True
         self._ended = lanes
+        limit = self.options.finish_timeout if timeout is None else timeout
         for lane in lanes:
             lane.request_stop(self._status)
-        limit = self.options.finish_timeout if timeout is None else timeout
         _wait(lambda: all(lane.ended.is_set() for lane in lanes), limit)
         self._spill([lane for lane in lanes if not lane.ended.is_set()])
         self._guard.remove()
@@ -223,6 +225,8 @@ class TrackerHub:
         step: int | None = None,
         log_kwargs: LogKwargs | None = None,
         *,
+        reduce: str | None = None,
+        weight: Any = None,
         only: str | None = None,
     ) -> None:
         """Store one row of values.
@@ -232,12 +236,18 @@ class TrackerHub:
                 changing a tensor afterwards changes nothing.
             step: Any number of the user's; may be lower than an earlier one.
             log_kwargs: Further keywords for each tracker, by its name.
+            reduce: "mean", "sum", "max" or "min" of all processes' values instead of the main one's: then every process must call it.
+            weight: Of this process's values in the mean: their number of items. A number, a 0-d tensor, or a mapping of these by name.
             only: Name of the one tracker to store it with.
 
         Raises:
-            TrackerError: If ``values`` isn't a mapping, or holds a sharded tensor.
+            TrackerError: If ``values`` isn't a mapping, or holds a sharded tensor, or a text that is to be reduced.
             ConfigurationError: If a tracker doesn't know one of its keywords.
+            DistributedOperationError: If an earlier call with ``reduce`` failed: a process didn't take part, or called something else.
         """
+        if reduce is not None or weight is not None:
+            self._log_reduced(values, step, log_kwargs, reduce, weight, only)
+            return
         lanes = self._lanes
         if not lanes:
             if self._entries:
@@ -259,6 +269,42 @@ class TrackerHub:
         with self._lock:
             for lane in lanes:
                 lane.put(record, now)
+
+    def met(self, count: int = 1) -> None:
+        """Note that all processes have met (an optimizer step; two for a barrier or gather), see `drivetrain.tracking.reducer`."""
+        self._reducer.met(count)
+
+    def end(self) -> None:
+        """Finish, at the end of training: this process makes no more calls with ``reduce``.
+
+        Raises:
+            DistributedOperationError: If a call with ``reduce`` has failed. The runs are closed all the same.
+        """
+        self._reducer.leave()
+        self._reducer.wait(self.options.finish_timeout)
+        self.finish()
+        self._reducer.close()
+        self._reducer.check()
+
+    def _log_reduced(
+        self, values: Any, step: Any, log_kwargs: LogKwargs | None, reduce: str | None, weight: Any, only: str | None
+    ) -> None:
+        """Take this process's part in a reduction; on the main one, the row waits in its place for the results."""
+        if reduce is None:
+            raise ConfigurationError("log(weight=...) weighs a mean over processes: say reduce='mean'.")
+        check_reduction(reduce, weight)
+        if not isinstance(values, Mapping):
+            raise TrackerError(f"log() takes a mapping of names to values, not a {type(values).__name__}.")
+        call, results = make_call(self._snapshot, values, reduce, weight)
+        if self.process.world_size > 1:
+            self._reducer.submit(call)
+        else:
+            numbers, weights = call.read()
+            call.future.set_result(reduce_rows(reduce, [numbers], [weights]))
+        if self._lanes and self.process.rank == 0:
+            record = self._record("row", "", dict.fromkeys(call.names), step, len(call.names))
+            record.pending = results
+            self._enqueue(record, log_kwargs, only)
 
     def log_images(
         self,

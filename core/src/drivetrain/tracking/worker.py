@@ -263,17 +263,14 @@ class Lane:
         return False
 
     def _send(self, batch: list[Record]) -> Exception | None:
+        for record in batch:  # not the tracker's time: a device computes, or another process is late
+            if record.pending is not None:
+                record.resolve()
         try:
-            self._call(self._resolve_and_send, batch)
+            self._call(self._delivery.send, batch)
         except Exception as error:
             return error
         return None
-
-    def _resolve_and_send(self, batch: list[Record]) -> None:
-        for record in batch:
-            if record.pending is not None:
-                record.resolve()
-        self._delivery.send(batch)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> None:
         """Call the tracker; meanwhile others see when the call counts as hanging."""

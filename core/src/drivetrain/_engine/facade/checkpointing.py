@@ -115,7 +115,9 @@ class CheckpointFacade:
                 "save_model(..., safe_serialization=False) writes a pickle of a model for other tools."
             )
         self._hub.flush()
-        return str(self._checkpoints.save_state(output_dir, blocking=blocking, metadata=metadata))
+        path = str(self._checkpoints.save_state(output_dir, blocking=blocking, metadata=metadata))
+        self._hub.met(2)
+        return path
 
     def wait_for_checkpoint(self) -> str | None:
         """Wait until a checkpoint begun with ``blocking=False`` is whole; return its path, or None if there was none. Collective."""

@@ -28,6 +28,8 @@ class GradientFacade:
     gradient_state: Accumulator
     _objects: PreparedObjects
     _norm: torch.Tensor | None = None
+    #: Depth of ``no_sync``: steps inside it don't mean that processes have met.
+    _local_gradients: int = 0
 
     @property
     def _optimizers(self) -> list[PreparedOptimizer]:
@@ -107,9 +109,11 @@ class GradientFacade:
         """Keep this model's gradients local; refused where the backend can't."""
         self.backend.require(Capability.NO_SYNC, "no_sync")
         self.backend.set_gradient_sync(model, False)
+        self._local_gradients += 1
         try:
             yield
         finally:
+            self._local_gradients -= 1
             self.backend.set_gradient_sync(model, True)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:

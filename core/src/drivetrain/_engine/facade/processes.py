@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from drivetrain.parallel.process import ProcessControl
+from drivetrain.tracking import TrackerHub
 
 __all__ = ["ProcessFacade"]
 
@@ -16,6 +17,7 @@ __all__ = ["ProcessFacade"]
 class ProcessFacade:
     """Rank information and process control."""
 
+    _hub: TrackerHub
     _control: ProcessControl
 
     @property
@@ -66,6 +68,7 @@ class ProcessFacade:
             >>> Accelerator(cpu=True).wait_for_everyone()
         """
         self._control.wait_for_everyone()
+        self._hub.met(2)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on each machine's main process only.

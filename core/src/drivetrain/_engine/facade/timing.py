@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from drivetrain._engine.prepare import PreparedObjects
     from drivetrain._engine.stopping import Stopper
     from drivetrain.data.stack import LoaderStack
+    from drivetrain.tracking import TrackerHub
 
 __all__ = ["TimingFacade"]
 
@@ -33,6 +34,8 @@ class TimingFacade:
     """Optimizer steps and epochs so far, and a stop that all processes agree on."""
 
     _stopper: Stopper
+    _hub: TrackerHub
+    _local_gradients: int
     _objects: PreparedObjects
     _loader_stack: LoaderStack
     _begun: _Begun | None = None
@@ -112,5 +115,7 @@ class TimingFacade:
 
     def _optimizer_stepped(self) -> None:
         self._step += 1
+        if not self._local_gradients:
+            self._hub.met()
         if self._stopper.pending:
             self._stopper.window_ended(self._step)

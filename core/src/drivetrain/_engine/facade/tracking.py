@@ -54,7 +54,13 @@ class TrackingFacade:
         )
 
     def log(
-        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Any] | None = None,
+        *,
+        reduce: str | None = None,
+        weight: Any = None,
     ) -> None:
         """Log numbers, 0-d tensors and strings. Returns within microseconds: values are snapshotted, a thread does the rest.
 
@@ -62,32 +68,90 @@ class TrackingFacade:
             values: By name; nested names are joined with ``/``.
             step: Position on the x axis.
             log_kwargs: By tracker name, what goes to that system's own call.
+            reduce: None: the main process's values are stored, and on others the call does nothing. "mean", "sum", "max", "min": those of all processes,
+                which must all call it. That is done by a thread, on a process group of its own: nobody waits, nothing comes between training's collectives.
+            weight: In a mean, the number of items that this process's values stand for: a number, a 0-d tensor, or a mapping by name.
+
+        Raises:
+            DistributedOperationError: If a process didn't take part in an earlier call with ``reduce``, naming the call.
+
+        Example:
+            >>> import tempfile
+            >>> from drivetrain import Accelerator
+            >>> accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tempfile.mkdtemp())
+            >>> accelerator.init_trackers("demo")
+            >>> accelerator.log({"loss": 0.5}, step=1, reduce="mean", weight=32)
+            >>> accelerator.end_training()
         """
-        self._hub.log(values, step=step, log_kwargs=log_kwargs)
+        self._hub.log(values, step, log_kwargs, reduce=reduce, weight=weight)
 
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images by name: arrays of shape (images, height, width, channels)."""
-        self._hub.log_images(values, step=step, **kwargs)
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        dataformats: str | None = None,
+        log_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log images by name: a PIL image, array or tensor, or several; ``dataformats`` says the order of dimensions where it isn't clear."""
+        self._hub.log_images(values, step, dataformats=dataformats, log_kwargs=log_kwargs)
 
-    def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
+    def log_figure(
+        self, name: str, figure: Any, step: int | None = None, *, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         """Log a matplotlib or plotly figure."""
-        self._hub.log_figure(name, figure, step=step)
+        self._hub.log_figure(name, figure, step, log_kwargs=log_kwargs)
 
-    def log_table(self, name: str, columns: Any = None, data: Any = None, step: int | None = None) -> None:
-        """Log a table."""
-        self._hub.log_table(name, columns=columns, data=data, step=step)
+    def log_table(
+        self,
+        name: str,
+        columns: Any = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        *,
+        log_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log a table: columns and rows, or rows that are mappings, or a dataframe."""
+        self._hub.log_table(name, columns, data, dataframe, step, log_kwargs=log_kwargs)
 
-    def log_histogram(self, name: str, values: Any, step: int | None = None) -> None:
+    def log_histogram(
+        self, name: str, values: Any, step: int | None = None, *, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         """Log the distribution of a tensor's values."""
-        self._hub.log_histogram(name, values, step=step)
+        self._hub.log_histogram(name, values, step, log_kwargs=log_kwargs)
 
-    def log_text(self, name: str, text: str, step: int | None = None) -> None:
+    def log_text(
+        self, name: str, text: str, step: int | None = None, *, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         """Log a text."""
-        self._hub.log_text(name, text, step=step)
+        self._hub.log_text(name, text, step, log_kwargs=log_kwargs)
 
-    def log_artifact(self, path: Any, name: str | None = None, step: int | None = None) -> None:
-        """Log a file."""
-        self._hub.log_artifact(path, name=name, step=step)
+    def log_artifact(
+        self,
+        path: Any,
+        name: str | None = None,
+        step: int | None = None,
+        *,
+        log_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log a file. It must stay as it is until the next checkpoint or `end_training`."""
+        self._hub.log_artifact(path, name, step, log_kwargs=log_kwargs)
+
+    def log_artifacts(
+        self,
+        directory: Any,
+        name: str | None = None,
+        step: int | None = None,
+        *,
+        log_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log all files below a directory, named by their path from there, after ``name/`` if given."""
+        self._hub.log_artifacts(directory, name, step, log_kwargs=log_kwargs)
+
+    def log_config(self, values: Mapping[str, Any]) -> None:
+        """Log further hyperparameters, besides those given to `init_trackers`."""
+        self._hub.log_config(values)
 
     def log_summary(self, values: Mapping[str, Any]) -> None:
         """Log final values of the run."""
