@@ -389,7 +389,7 @@ class TrackerHub:
     ) -> None:
         """Store a text."""
         if self._hears("log_text"):
-            text = str(text)
+            text = self._snapshot.text(text)
             self._enqueue(self._record("text", name, text, step, 1 + len(text) // 100), log_kwargs, only)
 
     def log_artifact(

@@ -24,6 +24,7 @@ from drivetrain.interfaces.tracker import Tracker
 from drivetrain.tracking.delivery import Delivery
 from drivetrain.tracking.options import TrackingOptions
 from drivetrain.tracking.record import Record
+from drivetrain.tracking.redaction import Redactor
 from drivetrain.tracking.spool import Spool
 
 __all__ = ["Lane"]
@@ -74,6 +75,7 @@ class Lane:
         self._flushes_done = 0
         self._stopping = False
         self._warned: set[str] = set()
+        self._redactor = Redactor()
         self._thread = threading.Thread(target=self._run, name=f"drivetrain-tracker-{self.name}", daemon=True)
 
     # -- called by the training thread ---------------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ class Lane:
         """Warn once per topic."""
         if topic not in self._warned:
             self._warned.add(topic)
-            logger.warning(message, *args)
+            logger.warning(message, *(a if isinstance(a, (int, float)) else self._redactor.text(str(a)) for a in args))
 
     # -- the thread --------------------------------------------------------------------------------------------------------------
 
@@ -172,6 +174,7 @@ class Lane:
         try:
             self._call(self.tracker.start)
             self._opened = True
+            self._note_run()
         except (DrivetrainError, ImportError) as error:
             self.start_error = error
         except Exception as error:
@@ -301,8 +304,14 @@ class Lane:
                 )
         self._delivery.close()
         with self._lock:
+            self._note_run()
             self.spool.close()
         self.ended.set()
+
+    def _note_run(self) -> None:
+        """Whose values the spool holds, for who delivers them later."""
+        with self._lock, contextlib.suppress(OSError):
+            self.spool.note_run(self.tracker.run_id, self.tracker.status)
 
     # -- the queue ---------------------------------------------------------------------------------------------------------------
 
