@@ -93,7 +93,7 @@ def test_what_first_party_plugins_offer_is_what_the_file_says():
             continue
         offered = {}
         for spec in record.specs:
-            offered.setdefault(kind_of(spec), []).append(spec.name)
+            offered.setdefault(kind_of(spec), []).extend((spec.name, *getattr(spec, "aliases", ())))
         assert {kind: set(names) for kind, names in offered.items()} == {k: set(v) for k, v in known.specs.items()}
         exports = {export.partition("=")[0] for spec in record.specs for export in spec.exports}
         assert exports == set(known.exports)

@@ -89,7 +89,12 @@ class TrackerHub:
         self.options = options if options is not None else TrackingOptions()
         self._settings = dict(settings or {})
         self._entries = check_entries(entries, self.logging_dir)
-        self._aliases = {alias: spec.name for spec, _ in self._entries.values() for alias in spec.aliases}
+        self._aliases = {
+            alias.replace("-", mark): spec.name
+            for spec, _ in self._entries.values()
+            for alias in (spec.name, *spec.aliases)
+            for mark in "-_"
+        }
         self._snapshot = Snapshot(read_later)
         self._keeper = Keeper()
         self._reducer = Reducer(self.process, self.options.reduce_timeout)
@@ -594,6 +599,7 @@ class TrackerHub:
                     lane.spool.path,
                 )
                 lane.spill()
+                lane.note_run()
                 lane.sync()
 
         thread = threading.Thread(target=spill, name="drivetrain-tracking-spill", daemon=True)

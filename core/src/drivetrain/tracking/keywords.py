@@ -18,6 +18,8 @@ T = TypeVar("T", bound=Options)
 def split_options(cls: type[T], context: TrackerContext) -> tuple[T, dict[str, Any]]:
     """The tracker's options, ``init_kwargs`` over file and environment, and the other keywords of ``init_kwargs``.
 
+    ``notes``, as one system calls it, is the option ``description`` of all that have it.
+
     Raises:
         ConfigurationError: For a value of a wrong type.
 
@@ -26,11 +28,14 @@ def split_options(cls: type[T], context: TrackerContext) -> tuple[T, dict[str, A
         >>> split_options(JsonlOptions, TrackerContext(project_name="p", options={"run_name": "a", "entity": "me"}))
         (JsonlOptions(run_name='a'), {'entity': 'me'})
     """
-    own = {k: v for k, v in context.options.items() if k in cls.hints()}
+    given = dict(context.options)
+    if "notes" in given and "description" in cls.hints():
+        given.setdefault("description", given.pop("notes"))
+    own = {k: v for k, v in given.items() if k in cls.hints()}
     settings = context.settings.explicit() if context.settings is not None else {}
     options = cls.from_mapping({**settings, **own})
     options.validate()
-    return options, {k: v for k, v in context.options.items() if k not in own}
+    return options, {k: v for k, v in given.items() if k not in own}
 
 
 def check_keywords(

@@ -23,6 +23,7 @@ class TrackingOptions(Options):
         retry_at_most: See ``retry_after``.
         most_pending: Values that may wait in memory for one tracker; more than that go to disk.
         interval: Seconds for which values are collected before they are handed to the tracker.
+        run_facts: Also log the configuration, the environment, the git commit, ``explain()``, checkpoints, and memory at checkpoints and with ``log_training``.
         spool_directory: Where values go that could not be delivered. Default: ``drivetrain-spool`` in the logging directory, or else here.
 
     Example:
@@ -39,4 +40,5 @@ class TrackingOptions(Options):
     retry_at_most: float = 300.0
     most_pending: int = 200_000
     interval: float = 0.1
+    run_facts: bool = False
     spool_directory: str | None = None

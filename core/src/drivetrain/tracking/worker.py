@@ -174,7 +174,7 @@ class Lane:
         try:
             self._call(self.tracker.start)
             self._opened = True
-            self._note_run()
+            self.note_run()
         except (DrivetrainError, ImportError) as error:
             self.start_error = error
         except Exception as error:
@@ -304,11 +304,11 @@ class Lane:
                 )
         self._delivery.close()
         with self._lock:
-            self._note_run()
+            self.note_run()
             self.spool.close()
         self.ended.set()
 
-    def _note_run(self) -> None:
+    def note_run(self) -> None:
         """Whose values the spool holds, for who delivers them later."""
         with self._lock, contextlib.suppress(OSError):
             self.spool.note_run(self.tracker.run_id, self.tracker.status)

@@ -22,7 +22,7 @@ class CometOptions(Options):
         run_name: Name of the experiment as it is shown.
         tags: Tags of the experiment.
         group: Stored beside the experiment, to group by.
-        notes: A longer text about the experiment, stored beside it.
+        description: A longer text about the experiment, stored beside it.
         offline_directory: Where archives go. Default: the logging directory, or what Comet is set to.
 
     Example:
@@ -35,5 +35,5 @@ class CometOptions(Options):
     run_name: str | None = None
     tags: tuple[str, ...] = ()
     group: str | None = None
-    notes: str | None = None
+    description: str | None = None
     offline_directory: str | None = None

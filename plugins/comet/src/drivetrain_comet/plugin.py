@@ -15,7 +15,7 @@ SPEC = TrackerSpec(
     name="comet",
     summary="Comet, online or offline",
     target="drivetrain_comet.tracker:CometTracker",
-    aliases=("comet_ml",),
+    aliases=("comet-ml",),
     options="drivetrain_comet.options:CometOptions",
     kinds=frozenset({"config", "images", "figure", "table", "histogram", "text", "artifact", "summary"}),
 )

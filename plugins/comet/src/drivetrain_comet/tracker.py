@@ -83,7 +83,7 @@ class CometTracker(Tracker):
         if options.run_name is not None:
             experiment.set_name(options.run_name)
         experiment.add_tags(list(options.tags))
-        for name, text in (("group", options.group), ("notes", options.notes)):
+        for name, text in (("group", options.group), ("notes", options.description)):
             if text is not None:
                 for part, value in split_text(name, text, _VALUE_LENGTH).items():
                     experiment.log_other(part, value)

@@ -19,7 +19,7 @@ class MlflowOptions(Options):
         experiment_name: Default: the project's name.
         run_name: Name of the run as it is shown.
         tags: Tags of the run.
-        notes: A longer text about the run, its description.
+        description: A longer text about the run, its description.
         group: Id of the run that this one belongs to, as MLflow nests runs.
         artifact_location: Where a new experiment's artifacts go. Default: the server's choice, or a folder in the logging directory.
         connect_timeout: Seconds after which a server that doesn't answer counts as down.
@@ -33,7 +33,7 @@ class MlflowOptions(Options):
     experiment_name: str | None = None
     run_name: str | None = None
     tags: dict[str, str] = field(default_factory=dict)
-    notes: str | None = None
+    description: str | None = None
     group: str | None = None
     artifact_location: str | None = None
     connect_timeout: float = 5.0

@@ -85,8 +85,8 @@ class MlflowTracker(Tracker):
         else:
             options = self._options
             tags = {str(k): str(v) for k, v in options.tags.items()}
-            if options.notes is not None:
-                tags["mlflow.note.content"] = options.notes
+            if options.description is not None:
+                tags["mlflow.note.content"] = options.description
             if options.group is not None:
                 tags["mlflow.parentRunId"] = options.group
             experiment = self._experiment(mlflow, client, location)

@@ -21,7 +21,7 @@ class NeptuneOptions(Options):
         run_name: Name of the experiment as it is shown.
         tags: Tags of the run.
         group: A tag by which runs are grouped.
-        notes: A longer text about the run.
+        description: A longer text about the run.
 
     Example:
         >>> NeptuneOptions().mode
@@ -33,4 +33,4 @@ class NeptuneOptions(Options):
     run_name: str | None = None
     tags: tuple[str, ...] = ()
     group: str | None = None
-    notes: str | None = None
+    description: str | None = None

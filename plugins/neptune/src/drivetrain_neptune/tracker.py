@@ -90,8 +90,8 @@ class NeptuneTracker(Tracker):
             self._run.add_tags(list(options.tags))
         if options.group is not None:
             self._run.add_tags([options.group], group_tags=True)
-        if options.notes is not None:
-            self._run.log_configs({"sys/description": options.notes})
+        if options.description is not None:
+            self._run.log_configs({"sys/description": options.description})
 
     def log_config(self, values: Mapping[str, Any]) -> bool:
         """Store hyperparameters under ``config/``."""

@@ -22,7 +22,7 @@ class WandbOptions(Options):
         run_name: Name of the run as it is shown.
         group: Runs of one group are shown together.
         tags: Tags of the run.
-        notes: A longer text about the run.
+        description: A longer text about the run.
         entity: User or team to whom the run belongs.
         init_timeout: Seconds after which a start without an answer counts as failed.
 
@@ -35,6 +35,6 @@ class WandbOptions(Options):
     run_name: str | None = None
     group: str | None = None
     tags: tuple[str, ...] = ()
-    notes: str | None = None
+    description: str | None = None
     entity: str | None = None
     init_timeout: float = 20.0

@@ -84,7 +84,7 @@ class WandbTracker(Tracker):
             "name": options.run_name,
             "group": options.group,
             "tags": list(options.tags) or None,
-            "notes": options.notes,
+            "notes": options.description,
             "entity": options.entity,
             "resume": "allow",
             "dir": None if context.directory is None else str(context.directory),

@@ -29,6 +29,7 @@ class CheckpointFacade:
     _hub: TrackerHub
     _custom_objects: list[Any]
     _manager: CheckpointManager | None = None
+    _log_checkpoint: Callable[[str, str], None]
 
     @property
     def _checkpoints(self) -> CheckpointManager:
@@ -117,6 +118,7 @@ class CheckpointFacade:
         self._hub.flush()
         path = str(self._checkpoints.save_state(output_dir, blocking=blocking, metadata=metadata))
         self._hub.met(2)
+        self._log_checkpoint("saved", path)
         return path
 
     def wait_for_checkpoint(self) -> str | None:
@@ -140,7 +142,9 @@ class CheckpointFacade:
         Raises:
             CheckpointError: On every process, if it can't be loaded on one; nothing was changed then.
         """
-        return str(self._checkpoints.load_state(input_dir, strict=strict, verify=verify))
+        path = str(self._checkpoints.load_state(input_dir, strict=strict, verify=verify))
+        self._log_checkpoint("loaded", path)
+        return path
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load further objects with the state: any with ``state_dict`` and ``load_state_dict`` of plain data and tensors.

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.tracking import TrackerHub
+
+if TYPE_CHECKING:
+    from drivetrain._engine.training_values import TrainingValues
+    from drivetrain.accelerator import Accelerator
 
 __all__ = ["TrackingFacade"]
 
@@ -17,6 +21,7 @@ class TrackingFacade:
     _step: int
     #: Runs of the checkpoint that was loaded, by tracker.
     _run_ids: Mapping[str, str] | None = None
+    _training_values: TrainingValues | None = None
 
     @property
     def trackers(self) -> list[Any]:
@@ -52,6 +57,10 @@ class TrackingFacade:
             run_ids=self._run_ids,
             resume_step=self._step if resumes else None,
         )
+        if self._logs_facts:
+            from drivetrain._engine.run_facts import log_run_facts
+
+            log_run_facts(self._accelerator)
 
     def log(
         self,
@@ -84,6 +93,62 @@ class TrackingFacade:
             >>> accelerator.end_training()
         """
         self._hub.log(values, step, log_kwargs, reduce=reduce, weight=weight)
+
+    def log_training(
+        self,
+        values: Mapping[str, Any] | None = None,
+        step: int | None = None,
+        *,
+        items: float | None = None,
+        log_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log how training goes, and the given values.
+
+        That is ``lr`` (``lr/0``, ``lr/1``, ... with several groups), ``grad_norm`` of the last `clip_grad_norm_`, ``loss_scale`` (fp16), and since the last
+        call ``steps_per_second`` and ``items_per_second``.
+
+        Args:
+            values: Further values, which win over these.
+            step: Position on the x axis; default: `step`, the optimizer steps so far.
+            items: Samples or tokens that all processes together have trained on since the last call.
+            log_kwargs: By tracker name, what goes to that system's own call.
+
+        Example:
+            >>> import tempfile
+            >>> from drivetrain import Accelerator
+            >>> accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tempfile.mkdtemp())
+            >>> accelerator.init_trackers("demo")
+            >>> accelerator.log_training({"loss": 0.5}, items=32)
+            >>> accelerator.end_training()
+        """
+        if not self._hub.trackers:
+            return
+        if self._training_values is None:
+            from drivetrain._engine.training_values import TrainingValues
+
+            self._training_values = TrainingValues()
+        row = self._training_values.collect(self._accelerator, items)
+        if self._logs_facts:
+            from drivetrain._engine.run_facts import memory_facts
+
+            row.update(memory_facts(self._accelerator))
+        self._hub.log({**row, **(values or {})}, self._step if step is None else step, log_kwargs)
+
+    def _log_checkpoint(self, event: str, path: str) -> None:
+        """Log that a checkpoint was saved or loaded, and memory at that time, if facts are logged."""
+        if self._logs_facts and self._hub.trackers:
+            from drivetrain._engine.run_facts import memory_facts
+
+            self._hub.log_text(f"drivetrain/checkpoint_{event}", path, self._step)
+            self._hub.log(memory_facts(self._accelerator), self._step)
+
+    @property
+    def _logs_facts(self) -> bool:
+        return self._hub.options.run_facts and self._hub.process.rank == 0
+
+    @property
+    def _accelerator(self) -> Accelerator:
+        return self  # type: ignore[return-value]  # the Accelerator, of which this is a part
 
     def log_images(
         self,
