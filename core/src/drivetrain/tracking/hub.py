@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from drivetrain.tracking.keeper import Keeper
 from drivetrain.tracking.options import TrackingOptions
 from drivetrain.tracking.record import Record
 from drivetrain.tracking.reducer import Reducer, check_reduction, make_call, reduce_rows
+from drivetrain.tracking.shared_runs import RunBoard
 from drivetrain.tracking.values import ReadLater, Snapshot
 from drivetrain.tracking.worker import Lane
 
@@ -97,6 +99,7 @@ class TrackerHub:
         }
         self._snapshot = Snapshot(read_later)
         self._keeper = Keeper()
+        self._board = RunBoard()
         self._reducer = Reducer(self.process, self.options.reduce_timeout)
         self._lock = threading.RLock()  # one order of records for all trackers, also when several threads log
         self._lanes: tuple[Lane, ...] = ()
@@ -155,6 +158,7 @@ class TrackerHub:
         """
         self.finish()
         self._status = "finished"
+        self._board.next_start()
         init_kwargs = self._by_name("init_kwargs", init_kwargs)
         lanes = []
         for spec, user_object in self._entries.values():
@@ -169,9 +173,15 @@ class TrackerHub:
                 process=self.process,
             )
             tracker = make_tracker(spec, user_object, context)
+            if tracker is not None and self.process.rank != 0 and context.run_id is None and user_object is None:
+                run_id = self._board.fetch(spec.name, self.options.start_timeout)
+                tracker = make_tracker(spec, None, replace(context, run_id=run_id))
             if tracker is not None:
                 spool = make_spool(tracker, self.options.spool_directory)
                 lanes.append(Lane(tracker, spool=spool, options=self.options, on_trouble=self._keeper.watch))
+        if self.process.rank == 0:
+            shared = {lane.name: lane.tracker.run_id for lane in lanes if lane.tracker.spec.every_rank}
+            self._board.publish({name: run_id for name, run_id in shared.items() if run_id is not None})
         if lanes:
             self._begin(lanes, config)
 
