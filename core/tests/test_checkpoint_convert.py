@@ -157,7 +157,7 @@ def parts():
 
 def train(model, optimizer, scheduler, steps, backward=lambda loss: loss.backward()):
     losses = []
-    for i in range(steps):
+    for _ in range(steps):
         loss = model(torch.rand(8, 4)).square().mean()
         backward(loss)
         optimizer.step()

@@ -81,7 +81,8 @@ def test_accelerates_names_lead_to_their_plugins(space, name, plugin):
 
 def test_what_is_not_released_has_no_install_command():
     commands = {name: plugin.install_command for name, plugin in known_plugins().items() if plugin.install_command}
-    assert commands == {name: f'pip install "drivetrain[{name}]"' for name in ("ddp", "fsdp", "tensorboard")}
+    available = ("comet", "ddp", "fsdp", "mlflow", "neptune", "tensorboard", "wandb")
+    assert commands == {name: f'pip install "drivetrain[{name}]"' for name in available}
 
 
 def test_what_first_party_plugins_offer_is_what_the_file_says():
@@ -91,7 +92,7 @@ def test_what_first_party_plugins_offer_is_what_the_file_says():
             continue
         offered = {}
         for spec in record.specs:
-            offered.setdefault(kind_of(spec), []).append(spec.name)
+            offered.setdefault(kind_of(spec), []).extend((spec.name, *getattr(spec, "aliases", ())))
         assert {kind: set(names) for kind, names in offered.items()} == {k: set(v) for k, v in known.specs.items()}
         exports = {export.partition("=")[0] for spec in record.specs for export in spec.exports}
         assert exports == set(known.exports)

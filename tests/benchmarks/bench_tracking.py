@@ -4,9 +4,11 @@ Run it with the packages on the path: ``python tests/benchmarks/bench_tracking.p
 """
 
 import argparse
+import importlib
 import importlib.util
 import json
 import logging
+import os
 import statistics
 import tempfile
 import time
@@ -37,7 +39,10 @@ KINDS = ("Python floats", "CPU tensors", "bf16 tensors", "NumPy scalars")
 def cost(log, rows, count):
     """Median and 99th percentile of one call, in microseconds, at about the pace of training."""
     times = []
+    limit = time.perf_counter() + 2.0  # enough calls of what takes milliseconds
     for step in range(count):
+        if time.perf_counter() > limit:
+            break
         start = time.perf_counter_ns()
         log(rows, step)
         times.append(time.perf_counter_ns() - start)
@@ -47,9 +52,38 @@ def cost(log, rows, count):
     return statistics.median(times) / 1000, times[int(0.99 * len(times))] / 1000
 
 
+QUIET_COMET = dict.fromkeys(
+    (
+        "log_code",
+        "log_graph",
+        "log_git_metadata",
+        "log_git_patch",
+        "auto_output_logging",
+        "log_env_details",
+        "parse_args",
+    ),
+    False,
+)
+QUIET_WANDB = {"console": "off", "x_disable_stats": True, "silent": True}
+INIT_KWARGS = {
+    "wandb": {"mode": "offline", "settings": QUIET_WANDB},
+    "comet": {"mode": "offline", "display_summary_level": 0, **QUIET_COMET},
+}
+PLUGINS = ("tensorboard", "wandb", "mlflow", "comet", "neptune")
+
+
+def spec_of(name):
+    """The tracker's descriptor; None if its plugin isn't installed."""
+    if name == "jsonl":
+        return JSONL_SPEC
+    if importlib.util.find_spec(f"drivetrain_{name}") is None:
+        return None
+    return importlib.import_module(f"drivetrain_{name}.plugin").SPEC
+
+
 def hub_for(*specs):
     hub = TrackerHub.from_plan(specs, logging_dir=tempfile.mkdtemp())
-    hub.start("bench")
+    hub.start("bench", init_kwargs={s.name: INIT_KWARGS[s.name] for s in specs if s.name in INIT_KWARGS})
     return hub
 
 
@@ -60,7 +94,7 @@ def by_hand_jsonl():
         file.write(json.dumps({"step": step, **{k: float(v) for k, v in rows.items()}}) + "\n")
         file.flush()
 
-    return log
+    return log, file.close
 
 
 def by_hand_tensorboard():
@@ -72,33 +106,86 @@ def by_hand_tensorboard():
         for name, value in rows.items():
             writer.add_scalar(name, value, step)
 
-    return log
+    return log, writer.close
 
 
-def accelerate_tensorboard():
-    from accelerate.tracking import TensorBoardTracker
+def by_hand_wandb():
+    import wandb
 
-    tracker = TensorBoardTracker("bench", tempfile.mkdtemp())
+    run = wandb.init(mode="offline", project="bench", dir=tempfile.mkdtemp(), settings=wandb.Settings(**QUIET_WANDB))
+    return lambda rows, step: run.log(rows, step=step), run.finish
+
+
+def by_hand_mlflow():
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tempfile.mkdtemp()}/ml.db")
+    run_id = client.create_run(client.create_experiment("bench")).info.run_id
+    metric = mlflow.entities.Metric
+
+    def log(rows, step):
+        now = int(time.time() * 1000)
+        client.log_batch(run_id, metrics=[metric(k, float(v), now, step) for k, v in rows.items()])
+
+    return log, lambda: client.set_terminated(run_id)
+
+
+def by_hand_comet():
+    import comet_ml
+
+    experiment = comet_ml.OfflineExperiment(
+        project_name="bench", offline_directory=tempfile.mkdtemp(), display_summary_level=0, **QUIET_COMET
+    )
+    return lambda rows, step: experiment.log_metrics(rows, step=step), experiment.end
+
+
+def by_hand_neptune():
+    import neptune_scale
+
+    run = neptune_scale.Run(
+        project="local/bench",
+        mode="offline",
+        log_directory=tempfile.mkdtemp(),
+        enable_console_log_capture=False,
+        source_tracking_config=None,
+    )
+    return lambda rows, step: run.log_metrics({k: float(v) for k, v in rows.items()}, step=step), run.close
+
+
+def by_accelerate(name):
+    """Accelerate's tracker of that name; it has none for JSON lines and Neptune."""
+    from accelerate import tracking
+
+    make = {
+        "tensorboard": lambda: tracking.TensorBoardTracker("bench", tempfile.mkdtemp()),
+        "wandb": lambda: tracking.WandBTracker("bench", mode="offline", dir=tempfile.mkdtemp(), settings=QUIET_WANDB),
+        "mlflow": lambda: tracking.MLflowTracker("bench", logging_dir=f"sqlite:///{tempfile.mkdtemp()}/ml.db"),
+        "comet": lambda: tracking.CometMLTracker("bench", online=False),
+    }[name]
+    tracker = make()
     if hasattr(tracker, "start"):
         tracker.start()
 
-    def log(rows, step):  # Accelerate's tracker knows tensors only through item()
+    def log(rows, step):  # Accelerate's trackers know tensors only through item()
         tracker.log({k: v.item() if hasattr(v, "item") else v for k, v in rows.items()}, step=step)
 
-    return log
+    return log, tracker.finish
+
+
+def by_drivetrain(*specs):
+    hub = hub_for(*specs)
+    return hub.log, lambda: hub.finish(60.0)
 
 
 def contenders():
-    yield "jsonl, drivetrain", lambda: hub_for(JSONL_SPEC).log
-    yield "jsonl, by hand", by_hand_jsonl
-    if importlib.util.find_spec("drivetrain_tensorboard"):
-        from drivetrain_tensorboard.plugin import SPEC
-
-        yield "tensorboard, drivetrain", lambda: hub_for(SPEC).log
-        yield "tensorboard, by hand", by_hand_tensorboard
-        if importlib.util.find_spec("accelerate"):
-            yield "tensorboard, Accelerate", accelerate_tensorboard
-        yield "both, drivetrain", lambda: hub_for(JSONL_SPEC, SPEC).log
+    accelerate = importlib.util.find_spec("accelerate") is not None
+    installed = [name for name in ("jsonl", *PLUGINS) if spec_of(name) is not None]
+    for name in installed:
+        yield f"{name}, drivetrain", lambda name=name: by_drivetrain(spec_of(name))
+        yield f"{name}, by hand", globals()[f"by_hand_{name}"]
+        if accelerate and name not in ("jsonl", "neptune"):
+            yield f"{name}, Accelerate", lambda name=name: by_accelerate(name)
+    yield f"all {len(installed)}, drivetrain", lambda: by_drivetrain(*map(spec_of, installed))
 
 
 def steps_per_second(log, seconds):
@@ -119,13 +206,8 @@ def steps_per_second(log, seconds):
     return count / seconds
 
 
-def compare_speed(rounds, seconds):
+def compare_speed(specs, rounds, seconds):
     """The ratio of steps per second with trackers on to off, interleaved, with a 95 % interval."""
-    specs = [JSONL_SPEC]
-    if importlib.util.find_spec("drivetrain_tensorboard"):
-        from drivetrain_tensorboard.plugin import SPEC
-
-        specs.append(SPEC)
     hub = hub_for(*specs)
     steps_per_second(None, seconds)
     ratios = []
@@ -133,7 +215,8 @@ def compare_speed(rounds, seconds):
         off = steps_per_second(None, seconds)
         on = steps_per_second(hub.log, seconds)
         ratios.append(on / off)
-    hub.finish()
+        hub.flush(60.0)  # what is left of these rows is no load of the next pair's first run
+    hub.finish(60.0)
     mean, spread = statistics.mean(ratios), statistics.stdev(ratios) / rounds**0.5
     return off, mean, 1.96 * spread
 
@@ -145,17 +228,28 @@ def main():
     parser.add_argument("--seconds", type=float, default=1.0, help="length of a training run")
     arguments = parser.parse_args()
     logging.getLogger("drivetrain.tracking").setLevel(logging.ERROR)
+    os.environ.update(
+        MLFLOW_DISABLE_TELEMETRY="true", COMET_DISABLE_AUTO_LOGGING="1", WANDB_SILENT="true", WANDB_MODE="offline"
+    )
+    os.chdir(tempfile.mkdtemp())  # some systems write where they are
     torch.set_num_threads(1)
     print(f"{'log() of ten scalars, microseconds: median (p99)':52}" + "".join(f"{kind:>20}" for kind in KINDS))
     for name, make in contenders():
         cells = []
         for kind in KINDS:
-            log = make()
+            log, close = make()
             median, p99 = cost(log, values_of(kind), arguments.count)
+            close()  # what it still does in the background is no load of the next one
             cells.append(f"{median:.1f} ({p99:.0f})")
-        print(f"{name:52}" + "".join(f"{cell:>20}" for cell in cells))
-    off, ratio, interval = compare_speed(arguments.rounds, arguments.seconds)
-    print(f"steps per second with trackers on / off: {ratio:.3f} +- {interval:.3f} ({off:.0f} steps/s off)")
+        print(f"{name:52}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
+    for name in ("jsonl", *PLUGINS):
+        spec = spec_of(name)
+        if spec is not None and arguments.rounds:
+            off, ratio, interval = compare_speed([spec], arguments.rounds, arguments.seconds)
+            print(
+                f"steps per second with {name} on / off: {ratio:.3f} +- {interval:.3f} ({off:.0f} steps/s off)",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

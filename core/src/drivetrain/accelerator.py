@@ -385,9 +385,11 @@ class Accelerator(
         """Finish checkpoints being written, trackers, and the process group if it was made here."""
         self._parts.registry.notify("drivetrain_before_end", accelerator=self)
         self._finish_checkpoints()
-        self._finish_trackers()
-        self._stopper.close()
-        dismantle(self._parts)
+        try:
+            self._finish_trackers()
+        finally:
+            self._stopper.close()
+            dismantle(self._parts)
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Accelerator:
         return self  # it stands for the job, of which there is one

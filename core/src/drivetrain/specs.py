@@ -329,6 +329,7 @@ class TrackerSpec(_Spec):
         needs_directory: It writes below a logging directory.
         every_rank: It may also run on other ranks than the main one.
         kinds: What it stores besides scalars: "config", "images", "figure", "table", "histogram", "text", "artifact", "summary".
+        aliases: Other names users write, in ``log_with``, ``init_kwargs``, ``get_tracker``.
 
     Example:
         >>> TrackerSpec(name="toy").every_rank
@@ -338,6 +339,7 @@ class TrackerSpec(_Spec):
     needs_directory: bool = False
     every_rank: bool = False
     kinds: frozenset[str] = frozenset()
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

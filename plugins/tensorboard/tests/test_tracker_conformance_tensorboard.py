@@ -24,36 +24,44 @@ def hyperparameters(accumulator):
     return {k: getattr(v, v.WhichOneof("kind")) for k, v in values.items()}
 
 
+def read_image(file):
+    """The array of an image file."""
+    return np.asarray(Image.open(file))
+
+
+def read(directory):
+    """The one run below a directory."""
+    run, events = accumulate(directory)
+    tags = events.Tags()
+    scalars = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags["scalars"]}
+    texts = {}
+    for tag in tags["tensors"]:
+        if tag.endswith("/text_summary"):
+            name = tag.removesuffix("/text_summary")
+            texts[name] = [
+                (e.step, e.tensor_proto.string_val[0].decode("utf-8", "surrogatepass")) for e in events.Tensors(tag)
+            ]
+    images = {
+        tag: [(e.step, np.asarray(Image.open(io.BytesIO(e.encoded_image_string)))) for e in events.Images(tag)]
+        for tag in tags["images"]
+    }
+    histograms = {tag: events.Histograms(tag)[-1].histogram_value for tag in tags["histograms"]}
+    artifacts = run / "artifacts"
+    return StoredRun(
+        scalars={**texts, **scalars},
+        config=hyperparameters(events),
+        images=images,
+        figures={k: [step for step, image in v if image.shape[:2] == (100, 100)] for k, v in images.items()},
+        texts=texts,
+        histograms={k: (h.min, h.max, int(h.num)) for k, h in histograms.items()},
+        artifacts={p.relative_to(artifacts).as_posix(): p.read_bytes() for p in artifacts.rglob("*") if p.is_file()},
+        summary={k.removeprefix("summary/"): v[-1][1] for k, v in scalars.items() if k.startswith("summary/")},
+    )
+
+
 class TestTensorBoard(TrackerConformance):
     spec = SPEC
     tolerance = 1e-6
 
     def read_back(self, directory):
-        run, events = accumulate(directory)
-        tags = events.Tags()
-        scalars = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags["scalars"]}
-        texts = {}
-        for tag in tags["tensors"]:
-            if tag.endswith("/text_summary"):
-                name = tag.removesuffix("/text_summary")
-                texts[name] = [
-                    (e.step, e.tensor_proto.string_val[0].decode("utf-8", "surrogatepass")) for e in events.Tensors(tag)
-                ]
-        images = {
-            tag: [(e.step, np.asarray(Image.open(io.BytesIO(e.encoded_image_string)))) for e in events.Images(tag)]
-            for tag in tags["images"]
-        }
-        histograms = {tag: events.Histograms(tag)[-1].histogram_value for tag in tags["histograms"]}
-        artifacts = run / "artifacts"
-        return StoredRun(
-            scalars={**texts, **scalars},
-            config=hyperparameters(events),
-            images=images,
-            figures={k: [step for step, image in v if image.shape[:2] == (100, 100)] for k, v in images.items()},
-            texts=texts,
-            histograms={k: (h.min, h.max, int(h.num)) for k, h in histograms.items()},
-            artifacts={
-                p.relative_to(artifacts).as_posix(): p.read_bytes() for p in artifacts.rglob("*") if p.is_file()
-            },
-            summary={k.removeprefix("summary/"): v[-1][1] for k, v in scalars.items() if k.startswith("summary/")},
-        )
+        return read(directory)

@@ -32,6 +32,7 @@ _COMMANDS = {
     "env": "Print what a bug report needs.",
     "launch": "Start a training script on one or many processes.",
     "quickstart": "Write a small training script and run it on two processes.",
+    "tracking": "Deliver values that were kept because a tracker was down.",
 }
 _COMMAND_OPTIONS = {"launch": "drivetrain.launch.options:LaunchOptions"}
 

@@ -69,6 +69,7 @@ def assemble(given: Mapping[str, Any]) -> Parts:
     )
     _tell_notes(plan)
     device = _make_device(registry, plan)
+    key = _next_key()
     backend = _make_backend(registry, plan, device)
     _check_exclusive(backend)
     backend.setup()
@@ -82,8 +83,8 @@ def assemble(given: Mapping[str, Any]) -> Parts:
         backend=backend,
         control=ProcessControl(plan.process, device=backend.device),
         trigger=Trigger(),
-        stopper=Stopper(plan.process, synchronize=device.synchronize, key=_next_key()),
-        make_hub=partial(_make_hub, registry, plan, backend),
+        stopper=Stopper(plan.process, synchronize=device.synchronize, key=key),
+        make_hub=partial(_make_hub, registry, plan, backend, key),
         loader_stack=stack,
         accumulator=Accumulator(
             backend,
@@ -169,7 +170,7 @@ def _make_backend(registry: Registry, plan: PreparePlan, device: Device) -> Back
     return backend
 
 
-def _make_hub(registry: Registry, plan: PreparePlan, backend: Backend) -> TrackerHub:
+def _make_hub(registry: Registry, plan: PreparePlan, backend: Backend, key: str) -> TrackerHub:
     """The hub; if no tracker was asked for and the script starts some all the same, they are the builtin one's files."""
     from drivetrain.tracking import TrackerHub, TrackingOptions
 
@@ -186,6 +187,7 @@ def _make_hub(registry: Registry, plan: PreparePlan, backend: Backend) -> Tracke
         read_later=backend.read_later,
         settings=plan.options,
         options=plan.option(TrackingOptions),
+        key=key,
     )
 
 

@@ -268,7 +268,7 @@ class Chooser:
                     else:
                         found.setdefault(spec.name, spec)
                 continue
-            spec = self.registry.get("tracker", name)
+            spec = self.registry.get("tracker", name.replace("_", "-"))
             if spec.needs_directory and not has_directory:
                 raise ConfigurationError(
                     f"The tracker {name!r} ({origin}) writes files: pass project_dir= or logging_dir= to the Accelerator, or set "

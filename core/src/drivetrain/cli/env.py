@@ -20,7 +20,7 @@ from drivetrain.errors import ConfigurationError
 if TYPE_CHECKING:
     from drivetrain._engine.availability import Availability
 
-__all__ = ["describe_environment", "env"]
+__all__ = ["as_text", "describe_environment", "env"]
 
 #: Variables of others that change how a job runs, by prefix.
 _PREFIXES = (
@@ -68,7 +68,7 @@ def env(config_file: str | None, as_json: bool) -> None:
         availability=availability,
         config_file=config_file,
     )
-    click.echo(json.dumps(facts, indent=2) if as_json else _as_text(facts))
+    click.echo(json.dumps(facts, indent=2) if as_json else as_text(facts))
 
 
 def describe_environment(
@@ -205,7 +205,8 @@ def _configuration(path: str | None, environ: Mapping[str, str]) -> dict[str, st
     return shown
 
 
-def _as_text(facts: Mapping[str, Mapping[str, str]]) -> str:
+def as_text(facts: Mapping[str, Mapping[str, str]]) -> str:
+    """What `describe_environment` found, for people."""
     lines: list[str] = []
     for section, values in facts.items():
         lines += ["", section] if lines else [section]

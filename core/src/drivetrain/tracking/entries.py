@@ -14,6 +14,7 @@ from drivetrain.interfaces.tracker import Tracker, TrackerContext
 from drivetrain.specs import TrackerSpec
 from drivetrain.tracking.compat import GeneralTrackerAdapter
 from drivetrain.tracking.encoding import safe_name
+from drivetrain.tracking.redaction import Redactor
 from drivetrain.tracking.spool import Spool
 
 __all__ = ["check_entries", "check_options", "make_spool", "make_tracker"]
@@ -94,5 +95,29 @@ def make_spool(tracker: Tracker, directory: str | Path | None) -> Spool:
     base = Path(directory) if directory else (context.directory or Path.cwd()) / "drivetrain-spool"
     unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
     rank = context.process.rank
-    header = {"tracker": name, "project": context.project_name, "run_id": context.run_id, "rank": rank}
+    header = {
+        "tracker": name,
+        "project": context.project_name,
+        "run_id": context.run_id,
+        "rank": rank,
+        "directory": None if context.directory is None else str(context.directory.absolute()),
+        "options": _keepable(context),
+    }
     return Spool(base / safe_name(context.project_name) / f"{safe_name(name)}-{unique}-rank{rank}.jsonl", header)
+
+
+def _keepable(context: TrackerContext) -> dict[str, Any]:
+    """The tracker's options that may be written down: plain ones without secrets."""
+    given = {**(context.settings.explicit() if context.settings is not None else {}), **context.options}
+    redactor = Redactor()
+    kept = {}
+    for name, value in given.items():
+        plain = list(value) if isinstance(value, (list, tuple)) else value
+        items = plain if isinstance(plain, list) else plain.values() if isinstance(plain, dict) else [plain]
+        names = plain if isinstance(plain, dict) else [name] * len(items)
+        if all(
+            isinstance(i, (str, int, float, bool, type(None))) and redactor.setting(str(n), i) == i
+            for n, i in zip(names, items, strict=True)
+        ):
+            kept[name] = plain
+    return kept

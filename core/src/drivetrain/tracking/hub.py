@@ -20,11 +20,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from drivetrain.config.options import nearest
-from drivetrain.errors import DrivetrainError, TrackerError
+from drivetrain.errors import ConfigurationError, DrivetrainError, TrackerError
 from drivetrain.interfaces.tracker import TrackerContext
 from drivetrain.specs import ProcessInfo, TrackerSpec
 from drivetrain.tracking import media
@@ -35,6 +36,8 @@ from drivetrain.tracking.handle import InertTracker, TrackerHandle
 from drivetrain.tracking.keeper import Keeper
 from drivetrain.tracking.options import TrackingOptions
 from drivetrain.tracking.record import Record
+from drivetrain.tracking.reducer import Reducer, check_reduction, make_call, reduce_rows
+from drivetrain.tracking.shared_runs import RunBoard
 from drivetrain.tracking.values import ReadLater, Snapshot
 from drivetrain.tracking.worker import Lane
 
@@ -55,6 +58,7 @@ class TrackerHub:
         read_later: The backend's reader of tensors on an accelerator.
         settings: Resolved options objects of specs, by class name.
         options: Bounds.
+        key: Tells this hub apart from others of the job, the same on all processes; default: the order in which they are made.
 
     Raises:
         ConfigurationError: If two have the same name, one needs a directory and there is none, or an entry is something else.
@@ -82,14 +86,23 @@ class TrackerHub:
         read_later: ReadLater | None = None,
         settings: Mapping[str, Any] | None = None,
         options: TrackingOptions | None = None,
+        key: str | None = None,
     ) -> None:
         self.process = process if process is not None else ProcessInfo()
         self.logging_dir = Path(logging_dir) if logging_dir is not None else None
         self.options = options if options is not None else TrackingOptions()
         self._settings = dict(settings or {})
         self._entries = check_entries(entries, self.logging_dir)
+        self._aliases = {
+            alias.replace("-", mark): spec.name
+            for spec, _ in self._entries.values()
+            for alias in (spec.name, *spec.aliases)
+            for mark in "-_"
+        }
         self._snapshot = Snapshot(read_later)
         self._keeper = Keeper()
+        self._board = RunBoard()
+        self._reducer = Reducer(self.process, self.options.reduce_timeout, key)
         self._lock = threading.RLock()  # one order of records for all trackers, also when several threads log
         self._lanes: tuple[Lane, ...] = ()
         self._ended: tuple[Lane, ...] = ()
@@ -107,6 +120,7 @@ class TrackerHub:
         read_later: ReadLater | None = None,
         settings: Mapping[str, Any] | None = None,
         options: TrackingOptions | None = None,
+        key: str | None = None,
     ) -> TrackerHub:
         """Make a hub of what resolve chose; the arguments are those of the class."""
         return cls(
@@ -116,6 +130,7 @@ class TrackerHub:
             read_later=read_later,
             settings=settings,
             options=options,
+            key=key,
         )
 
     # -- life ------------------------------------------------------------------------------------------------------------------
@@ -147,10 +162,11 @@ class TrackerHub:
         """
         self.finish()
         self._status = "finished"
-        self._check_names("init_kwargs", init_kwargs)
+        self._board.next_start()
+        init_kwargs = self._by_name("init_kwargs", init_kwargs)
         lanes = []
         for spec, user_object in self._entries.values():
-            options = dict((init_kwargs or {}).get(spec.name, {}))
+            options = dict(init_kwargs.get(spec.name, {}))
             context = TrackerContext(
                 project_name=project_name,
                 directory=self.logging_dir,
@@ -161,9 +177,15 @@ class TrackerHub:
                 process=self.process,
             )
             tracker = make_tracker(spec, user_object, context)
+            if tracker is not None and self.process.rank != 0 and context.run_id is None and user_object is None:
+                run_id = self._board.fetch(spec.name, self.options.start_timeout)
+                tracker = make_tracker(spec, None, replace(context, run_id=run_id))
             if tracker is not None:
                 spool = make_spool(tracker, self.options.spool_directory)
                 lanes.append(Lane(tracker, spool=spool, options=self.options, on_trouble=self._keeper.watch))
+        if self.process.rank == 0:
+            shared = {lane.name: lane.tracker.run_id for lane in lanes if lane.tracker.spec.every_rank}
+            self._board.publish({name: run_id for name, run_id in shared.items() if run_id is not None})
         if lanes:
             self._begin(lanes, config)
 
@@ -202,9 +224,9 @@ class TrackerHub:
         if not lanes:
             return True
         self._ended = lanes
+        limit = self.options.finish_timeout if timeout is None else timeout
         for lane in lanes:
             lane.request_stop(self._status)
-        limit = self.options.finish_timeout if timeout is None else timeout
         _wait(lambda: all(lane.ended.is_set() for lane in lanes), limit)
         self._spill([lane for lane in lanes if not lane.ended.is_set()])
         self._guard.remove()
@@ -226,6 +248,8 @@ class TrackerHub:
         step: int | None = None,
         log_kwargs: LogKwargs | None = None,
         *,
+        reduce: str | None = None,
+        weight: Any = None,
         only: str | None = None,
     ) -> None:
         """Store one row of values.
@@ -235,12 +259,18 @@ class TrackerHub:
                 changing a tensor afterwards changes nothing.
             step: Any number of the user's; may be lower than an earlier one.
             log_kwargs: Further keywords for each tracker, by its name.
+            reduce: "mean", "sum", "max" or "min" of all processes' values instead of the main one's: then every process must call it.
+            weight: Of this process's values in the mean: their number of items. A number, a 0-d tensor, or a mapping of these by name.
             only: Name of the one tracker to store it with.
 
         Raises:
-            TrackerError: If ``values`` isn't a mapping, or holds a sharded tensor.
+            TrackerError: If ``values`` isn't a mapping, or holds a sharded tensor, or a text that is to be reduced.
             ConfigurationError: If a tracker doesn't know one of its keywords.
+            DistributedOperationError: If an earlier call with ``reduce`` failed: a process didn't take part, or called something else.
         """
+        if reduce is not None or weight is not None:
+            self._log_reduced(values, step, log_kwargs, reduce, weight, only)
+            return
         lanes = self._lanes
         if not lanes:
             if self._entries:
@@ -262,6 +292,42 @@ class TrackerHub:
         with self._lock:
             for lane in lanes:
                 lane.put(record, now)
+
+    def met(self, count: int = 1) -> None:
+        """Note that all processes have met (an optimizer step; two for a barrier or gather), see `drivetrain.tracking.reducer`."""
+        self._reducer.met(count)
+
+    def end(self) -> None:
+        """Finish, at the end of training: this process makes no more calls with ``reduce``.
+
+        Raises:
+            DistributedOperationError: If a call with ``reduce`` has failed. The runs are closed all the same.
+        """
+        self._reducer.leave()
+        self._reducer.wait(self.options.finish_timeout)
+        self.finish()
+        self._reducer.close()
+        self._reducer.check()
+
+    def _log_reduced(
+        self, values: Any, step: Any, log_kwargs: LogKwargs | None, reduce: str | None, weight: Any, only: str | None
+    ) -> None:
+        """Take this process's part in a reduction; on the main one, the row waits in its place for the results."""
+        if reduce is None:
+            raise ConfigurationError("log(weight=...) weighs a mean over processes: say reduce='mean'.")
+        check_reduction(reduce, weight)
+        if not isinstance(values, Mapping):
+            raise TrackerError(f"log() takes a mapping of names to values, not a {type(values).__name__}.")
+        call, results = make_call(self._snapshot, values, reduce, weight)
+        if self.process.world_size > 1:
+            self._reducer.submit(call)
+        else:
+            numbers, weights = call.read()
+            call.future.set_result(reduce_rows(reduce, [numbers], [weights]))
+        if self._lanes and self.process.rank == 0:
+            record = self._record("row", "", dict.fromkeys(call.names), step, len(call.names))
+            record.pending = results
+            self._enqueue(record, log_kwargs, only)
 
     def log_images(
         self,
@@ -346,7 +412,7 @@ class TrackerHub:
     ) -> None:
         """Store a text."""
         if self._hears("log_text"):
-            text = str(text)
+            text = self._snapshot.text(text)
             self._enqueue(self._record("text", name, text, step, 1 + len(text) // 100), log_kwargs, only)
 
     def log_artifact(
@@ -431,6 +497,7 @@ class TrackerHub:
         Raises:
             TrackerError: For an unknown name; if no run is open; or (unwrap) if the run isn't open yet.
         """
+        name = self._aliases.get(name, name)
         if name not in self._entries:
             raise TrackerError(
                 f"There is no tracker {name!r}.{nearest(name, self.names)}"
@@ -491,13 +558,13 @@ class TrackerHub:
         return Record(kind, str(name), payload, None if step is None else _as_step(step), time.time(), 1 + weight)
 
     def _enqueue(self, record: Record, log_kwargs: LogKwargs | None, only: str | None) -> None:
-        self._check_names("log_kwargs", log_kwargs)
+        log_kwargs = self._by_name("log_kwargs", log_kwargs)
         now = time.monotonic()
         with self._lock:
             for lane in self._lanes:
                 if only is not None and lane.name != only:
                     continue
-                options = dict((log_kwargs or {}).get(lane.name, {}))
+                options = dict(log_kwargs.get(lane.name, {}))
                 mine = record
                 if options:
                     check_options(lane.tracker, options)
@@ -527,12 +594,14 @@ class TrackerHub:
             when = "after end_training()" if self._ended else "before init_trackers()"
             logger.warning("%s() was called %s: its values are not stored.", method, when)
 
-    def _check_names(self, what: str, by_tracker: LogKwargs | None) -> None:
-        """Warn once about keywords for a tracker that wasn't chosen: scripts keep those of several trackers."""
-        for name in by_tracker or ():
+    def _by_name(self, what: str, by_tracker: LogKwargs | None) -> LogKwargs:
+        """Keywords by the trackers' own names; a warning, once, about those for a tracker that wasn't chosen: scripts keep those of several."""
+        named = {self._aliases.get(name, name): keywords for name, keywords in (by_tracker or {}).items()}
+        for name in named:
             if name not in self._entries and f"{what} {name}" not in self._warned and self.process.rank == 0:
                 self._warned.add(f"{what} {name}")
                 logger.warning("%s for %r are not used: the trackers are %s.", what, name, ", ".join(self.names))
+        return named
 
     def _spill(self, lanes: Sequence[Lane], timeout: float = 5.0) -> None:
         """Put what waits for these lanes on disk, on another thread, for the disk may hang too."""
@@ -548,6 +617,7 @@ class TrackerHub:
                     lane.spool.path,
                 )
                 lane.spill()
+                lane.note_run()
                 lane.sync()
 
         thread = threading.Thread(target=spill, name="drivetrain-tracking-spill", daemon=True)

@@ -6,8 +6,9 @@ The first line says whose values these are, each other line is one logged thing:
     {"kind": "row", "name": "", "step": 3, "time": 1.7e9, "payload": {"loss": 0.5}}
     {"kind": "images", "name": "samples", "step": 3, "time": 1.7e9, "payload": {"files": ["0.npy"]}}
 
-Arrays and artifacts lie beside it in ``<file>.files/``. ``<file>.done`` holds the offset up to which the tracker has taken the lines since. What it refuses
-while it takes everything else is moved to ``<file>.rejected``. Nothing is ever unpickled.
+Arrays and artifacts lie beside it in ``<file>.files/``. ``<file>.done`` holds the offset up to which the tracker has taken the lines since, ``<file>.run`` the id of
+a run that was opened later, and how it ended. What the tracker refuses while it takes everything else is moved to ``<file>.rejected``. Nothing is ever unpickled.
+While a process writes to the file, it holds a lock on it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from drivetrain.tracking.encoding import encode, read_lines, safe_name, unique_path
+from drivetrain.errors import TrackerError
+from drivetrain.tracking.encoding import decode, encode, read_lines, safe_name, unique_path
 from drivetrain.tracking.media import figure_bytes, figure_image
 from drivetrain.tracking.record import Record
 
@@ -53,6 +55,36 @@ class Spool:
         self._offset = 0
         self._file: Any = None
         self._files = 0
+
+    @classmethod
+    def reopen(cls, path: Path) -> Spool:
+        """A spool that another process left.
+
+        Raises:
+            TrackerError: If it isn't a spool, or a process still writes to it.
+        """
+        header, start = _read_header(path)
+        spool = cls(path, header)
+        spool._file = path.open("ab", buffering=0)
+        if not _lock(spool._file):
+            spool.close()
+            raise TrackerError(
+                f"A process still writes to {path}: it delivers what is in it itself. Try again when it has ended."
+            )
+        done = path.with_name(path.name + ".done")
+        spool._offset = int(done.read_text()) if done.exists() else start
+        spool.pending = sum(1 for _ in read_lines(path, spool._offset))
+        if spool._directory.is_dir():
+            numbers = [int(p.name.partition(".")[0].partition("-")[0]) for p in spool._directory.iterdir()]
+            spool._files = max(numbers, default=0)
+        return spool
+
+    def note_run(self, run_id: str | None, status: str) -> None:
+        """Remember which run the records belong to."""
+        self.header.update(run_id=run_id, status=status)
+        if self.pending:
+            note = self.path.with_name(self.path.name + ".run")
+            note.write_bytes(encode({"run_id": run_id, "status": status}))
 
     @property
     def rejected_path(self) -> Path:
@@ -102,8 +134,8 @@ class Spool:
             new.replace(note)
         else:
             self.close()
-            for path in (self.path, self.path.with_name(self.path.name + ".done")):
-                path.unlink(missing_ok=True)
+            for suffix in ("", ".done", ".run"):
+                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
             if not self.rejected:
                 shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -144,6 +176,7 @@ class Spool:
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("ab", buffering=0)
+        _lock(self._file)
         if self._file.tell() == 0:
             self._file.write(encode({"drivetrain_spool": 1, **self.header}) + b"\n")
             self._offset = self._file.tell()
@@ -218,6 +251,34 @@ def _from_json(data: dict[str, Any], directory: Path) -> Record:
     return Record(kind, data["name"], payload, data["step"], data["time"], options=data.get("options", {}))
 
 
+def _lock(file: Any) -> bool:
+    """Say that this process uses the file. Returns False if another one does."""
+    try:
+        import fcntl
+    except ImportError:  # systems without
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The first line, with what was noted since, and where the records start."""
+    try:
+        header, start = next(read_lines(path))
+    except (OSError, StopIteration, ValueError) as error:
+        raise TrackerError(f"{path} can't be read: {error}") from error
+    if not isinstance(header, dict) or "drivetrain_spool" not in header:
+        raise TrackerError(f"{path} isn't a spool of a tracker.")
+    note = path.with_name(path.name + ".run")
+    noted = decode(note.read_bytes()) if note.exists() else {}
+    return {k: v for k, v in {**header, **noted}.items() if k != "drivetrain_spool"}, start
+
+
 def read_spool(path: str | Path) -> tuple[dict[str, Any], list[Record]]:
     """Read a spool file that another process left.
 
@@ -226,6 +287,9 @@ def read_spool(path: str | Path) -> tuple[dict[str, Any], list[Record]]:
 
     Returns:
         Its header, and the records that the tracker hasn't taken, in order.
+
+    Raises:
+        TrackerError: If it isn't a spool.
 
     Example:
         >>> import tempfile
@@ -236,8 +300,7 @@ def read_spool(path: str | Path) -> tuple[dict[str, Any], list[Record]]:
         ('toy', {'loss': 0.5})
     """
     path = Path(path)
-    lines = read_lines(path)
-    header, start = next(lines)
+    header, start = _read_header(path)
     done = path.with_name(path.name + ".done")
     offset = int(done.read_text()) if done.exists() else start
     directory = path.with_name(path.name + ".files")

@@ -5,7 +5,8 @@ The rules, the same for every tracker:
 - nested mappings are flattened, names joined with ``/``;
 - int, float, bool and str stay as they are, NaN and infinities too;
 - tensors, arrays and scalars of one element become numbers (any dtype, any shape); those on an accelerator are read later, on the hub's thread;
-- tensors and arrays of more elements, lists and any other object become text, and the hub says so once per name.
+- tensors and arrays of more elements, lists and any other object become text, and the hub says so once per name;
+- texts are stored without secrets, see `drivetrain.tracking.redaction`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from decimal import Decimal
 from typing import Any
 
 from drivetrain.errors import TrackerError
+from drivetrain.tracking.redaction import Redactor
 
 __all__ = ["PendingValues", "Plain", "ReadLater", "Snapshot", "flatten", "local_tensor"]
 
@@ -63,6 +65,7 @@ class Snapshot:
 
     Args:
         read_later: The backend's reader of tensors on an accelerator. None: they are read at once, which waits for the device.
+        redactor: Leaves secrets out of what becomes a text.
 
     Example:
         >>> snapshot = Snapshot()
@@ -71,13 +74,14 @@ class Snapshot:
         {'loss': 0.5, 'eval/acc': 1, 'eval/note': 'fine'}
     """
 
-    def __init__(self, read_later: ReadLater | None = None) -> None:
+    def __init__(self, read_later: ReadLater | None = None, redactor: Redactor | None = None) -> None:
         self._read_later = read_later
+        self._redactor = redactor = redactor if redactor is not None else Redactor()
         self._readers: dict[type, Callable[[Any], Any]] = {
             bool: _same,
             int: _same,
             float: _same,
-            str: _same,
+            str: redactor.text,
             dict: lambda v: _NESTED,
         }
         self._noted: set[str] = set()
@@ -116,8 +120,18 @@ class Snapshot:
                 out[key] = "{}"
             else:
                 read = self._reader(value)(value)
-                out[key] = _item(value) if read is _DEVICE else self._setting(key, value) if read is None else read
+                read = _item(value) if read is _DEVICE else self._setting(key, value) if read is None else read
+                out[key] = self._redactor.setting(key, read)
         return out
+
+    def text(self, text: Any) -> str:
+        """A text as it may be stored.
+
+        Example:
+            >>> Snapshot().text("see https://me:secret@host")
+            'see https://(left out)@host'
+        """
+        return self._redactor.text(str(text))
 
     def cell(self, value: Any) -> Any:
         """Snapshot a table's cell: number, text or None.
@@ -131,7 +145,7 @@ class Snapshot:
         read = self._reader(value)(value)
         if read is _DEVICE:
             return _item(value)
-        return str(value) if read is None or read is _NESTED else read
+        return self.text(value) if read is None or read is _NESTED else read
 
     def _read(self, values: Mapping[Any, Any], prefix: str, out: dict[str, Any], device: list[tuple[str, Any]]) -> int:
         """The hot path: one dict look-up and one call per value that isn't plain."""
@@ -182,20 +196,22 @@ class Snapshot:
         kind = type(value)
         reader = self._readers.get(kind)
         if reader is None:
-            reader = self._readers[kind] = _classify(kind)
+            reader = self._readers[kind] = (
+                self.text if issubclass(kind, str) and not issubclass(kind, enum.Enum) else _classify(kind)
+            )
         return reader
 
     def _setting(self, name: str, value: Any) -> str:
         """The text of a hyperparameter; lists are common there and need no note."""
         if isinstance(value, (list, tuple, set, frozenset)):
-            return _describe(value)
+            return self._redactor.text(_describe(value))
         return self._text(name, value, "Hyperparameters are numbers and texts.")
 
     def _text(
         self, name: str, value: Any, hint: str = "Log a number or a text, or use log_histogram, log_table, log_images."
     ) -> str:
         """The text of what isn't a number, with a note."""
-        text = _describe(value)
+        text = self._redactor.text(_describe(value))
         if name not in self._noted and len(self._noted) < _MOST_NOTES:
             self._noted.add(name)
             kind = type(value).__name__
@@ -234,8 +250,6 @@ def _classify(kind: type) -> Callable[[Any], Any]:
         return _read_array
     if issubclass(kind, Mapping):
         return lambda v: _NESTED
-    if issubclass(kind, str):
-        return str.__str__
     if issubclass(kind, numbers.Integral):
         return int
     if issubclass(kind, (numbers.Real, Decimal)):

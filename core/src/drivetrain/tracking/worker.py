@@ -24,6 +24,7 @@ from drivetrain.interfaces.tracker import Tracker
 from drivetrain.tracking.delivery import Delivery
 from drivetrain.tracking.options import TrackingOptions
 from drivetrain.tracking.record import Record
+from drivetrain.tracking.redaction import Redactor
 from drivetrain.tracking.spool import Spool
 
 __all__ = ["Lane"]
@@ -74,6 +75,7 @@ class Lane:
         self._flushes_done = 0
         self._stopping = False
         self._warned: set[str] = set()
+        self._redactor = Redactor()
         self._thread = threading.Thread(target=self._run, name=f"drivetrain-tracker-{self.name}", daemon=True)
 
     # -- called by the training thread ---------------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ class Lane:
         """Warn once per topic."""
         if topic not in self._warned:
             self._warned.add(topic)
-            logger.warning(message, *args)
+            logger.warning(message, *(a if isinstance(a, (int, float)) else self._redactor.text(str(a)) for a in args))
 
     # -- the thread --------------------------------------------------------------------------------------------------------------
 
@@ -172,6 +174,7 @@ class Lane:
         try:
             self._call(self.tracker.start)
             self._opened = True
+            self.note_run()
         except (DrivetrainError, ImportError) as error:
             self.start_error = error
         except Exception as error:
@@ -263,17 +266,14 @@ class Lane:
         return False
 
     def _send(self, batch: list[Record]) -> Exception | None:
+        for record in batch:  # not the tracker's time: a device computes, or another process is late
+            if record.pending is not None:
+                record.resolve()
         try:
-            self._call(self._resolve_and_send, batch)
+            self._call(self._delivery.send, batch)
         except Exception as error:
             return error
         return None
-
-    def _resolve_and_send(self, batch: list[Record]) -> None:
-        for record in batch:
-            if record.pending is not None:
-                record.resolve()
-        self._delivery.send(batch)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> None:
         """Call the tracker; meanwhile others see when the call counts as hanging."""
@@ -304,8 +304,14 @@ class Lane:
                 )
         self._delivery.close()
         with self._lock:
+            self.note_run()
             self.spool.close()
         self.ended.set()
+
+    def note_run(self) -> None:
+        """Whose values the spool holds, for who delivers them later."""
+        with self._lock, contextlib.suppress(OSError):
+            self.spool.note_run(self.tracker.run_id, self.tracker.status)
 
     # -- the queue ---------------------------------------------------------------------------------------------------------------
 

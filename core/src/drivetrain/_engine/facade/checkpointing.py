@@ -31,11 +31,13 @@ class CheckpointFacade:
     _parts: Parts
     _custom_objects: list[Any]
     _hub: Any  # the tracking part's
+    _met: Any  # the tracking part's
     gradient_state: Accumulator
     _loader_stack: LoaderStack
     _manager: CheckpointManager | None = None
     #: A save that was asked for inside a window, and is made at its end: directory and keywords.
     _deferred: tuple[Any, dict[str, Any]] | None = None
+    _log_checkpoint: Callable[[str, str], None]
 
     @property
     def _checkpoints(self) -> CheckpointManager:
@@ -146,7 +148,10 @@ class CheckpointFacade:
                 "save_state(safe_serialization=False) would store pickles, which checkpoints never hold: leave it out. "
                 "save_model(..., safe_serialization=False) writes a pickle of a model for other tools."
             )
-        return self._save_or_defer(output_dir, blocking=blocking, metadata=metadata)
+        path = self._save_or_defer(output_dir, blocking=blocking, metadata=metadata)
+        self._met(2)
+        self._log_checkpoint("saved", path)
+        return path
 
     def _save_or_defer(self, directory: str | os.PathLike[str] | None, **how: Any) -> str:
         """Save now, or at the window's end where the backend can't give the state of one that is open."""
@@ -199,6 +204,7 @@ class CheckpointFacade:
         """
         path = str(self._checkpoints.load_state(input_dir, strict=strict, verify=verify))
         self._loaded()
+        self._log_checkpoint("loaded", path)
         return path
 
     def _loaded(self) -> None:

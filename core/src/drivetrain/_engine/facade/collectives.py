@@ -19,6 +19,7 @@ class CollectiveFacade:
     """Gather, reduce, broadcast, pad; metrics that count each sample once; a flag that all processes see."""
 
     backend: Backend
+    _met: Any  # the tracking part's
     _debug: bool
     _trigger: Trigger
     _stopper: Stopper
@@ -40,7 +41,9 @@ class CollectiveFacade:
             >>> Accelerator(cpu=True).gather({"n": torch.tensor([1, 2]), "name": "x"})
             {'n': tensor([1, 2]), 'name': 'x'}
         """
-        return collectives.gather(tensor, debug=self._debug)
+        gathered = collectives.gather(tensor, debug=self._debug)
+        self._met(2)
+        return gathered
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, each sample of the loader being iterated exactly once: rows that were repeated to fill the last batch are dropped.
@@ -78,7 +81,9 @@ class CollectiveFacade:
             >>> Accelerator(cpu=True).reduce(torch.tensor([1.0, 2.0]), reduction="mean", scale=2.0)
             tensor([2., 4.])
         """
-        return collectives.reduce(tensor, reduction=reduction, scale=scale)
+        reduced = collectives.reduce(tensor, reduction=reduction, scale=scale)
+        self._met(2)
+        return reduced
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
         """Give every process one process's tensors, in any structure of equal shapes."""

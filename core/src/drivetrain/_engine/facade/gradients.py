@@ -30,6 +30,8 @@ class GradientFacade:
     _norm: torch.Tensor | None = None
     #: What ``Accelerator(resume=...)`` said, until it is loaded.
     _resume_from: str | None = None
+    #: Depth of ``no_sync``: steps inside it don't mean that processes have met.
+    _local_gradients: int = 0
 
     @property
     def _optimizers(self) -> list[PreparedOptimizer]:
@@ -117,9 +119,11 @@ class GradientFacade:
         """Keep this model's gradients local; refused where the backend can't."""
         self.backend.require(Capability.NO_SYNC, "no_sync")
         self.backend.set_gradient_sync(model, False)
+        self._local_gradients += 1
         try:
             yield
         finally:
+            self._local_gradients -= 1
             self.backend.set_gradient_sync(model, True)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:

@@ -16,6 +16,7 @@ __all__ = ["ProcessFacade"]
 class ProcessFacade:
     """Rank information and process control."""
 
+    _met: Any  # the tracking part's
     _control: ProcessControl
 
     @property
@@ -66,6 +67,7 @@ class ProcessFacade:
             >>> Accelerator(cpu=True).wait_for_everyone()
         """
         self._control.wait_for_everyone()
+        self._met(2)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on each machine's main process only.

@@ -32,6 +32,7 @@ class TimingFacade:
 
     _stopper: Stopper
     _hub: Any  # the tracking part's
+    _local_gradients: int
     _objects: PreparedObjects
     _loader_stack: LoaderStack
     _begun: _Begun | None = None
@@ -126,5 +127,7 @@ class TimingFacade:
 
     def _optimizer_stepped(self) -> None:
         self._step += 1
+        if "_hub" in self.__dict__ and not self._local_gradients:
+            self._hub.met()
         if self._stopper.pending:
             self._stopper.window_ended(self._step)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drivetrain._engine.assemble import Parts
+    from drivetrain._engine.training_values import TrainingValues
+    from drivetrain.accelerator import Accelerator
     from drivetrain.tracking import TrackerHub
 
 __all__ = ["TrackingFacade"]
@@ -20,15 +22,23 @@ class TrackingFacade:
     _step: int
     #: Runs of the checkpoint that was loaded, by tracker.
     _run_ids: Mapping[str, str] | None = None
+    _training_values: TrainingValues | None = None
 
     @cached_property
     def _hub(self) -> TrackerHub:
         """Made when it is first used: scripts that log nothing don't pay for importing it."""
         return self._parts.make_hub()
 
-    def _finish_trackers(self) -> None:
+    def _met(self, count: int = 1) -> None:
+        """All processes have met (an optimizer step; two for a barrier or gather): reductions of what is logged go by that."""
         if "_hub" in vars(self):
-            self._hub.finish()
+            self._hub.met(count)
+
+    def _finish_trackers(self) -> None:
+        if (
+            "_hub" in vars(self) or self._parts.plan.process.is_distributed
+        ):  # others may wait to hear that nothing more comes
+            self._hub.end()
 
     @property
     def trackers(self) -> list[Any]:
@@ -64,12 +74,22 @@ class TrackingFacade:
             run_ids=run_ids,
             resume_step=step if run_ids else None,
         )
+        if self._logs_facts:
+            from drivetrain._engine.run_facts import log_run_facts
+
+            log_run_facts(self._accelerator)
 
     def _runs_to_go_on_with(self) -> tuple[Mapping[str, str] | None, int]:
         return self._run_ids, self._step
 
     def log(
-        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Any] | None = None,
+        *,
+        reduce: str | None = None,
+        weight: Any = None,
     ) -> None:
         """Log numbers, 0-d tensors and strings. Returns within microseconds: values are snapshotted, a thread does the rest.
 
@@ -77,32 +97,146 @@ class TrackingFacade:
             values: By name; nested names are joined with ``/``.
             step: Position on the x axis.
             log_kwargs: By tracker name, what goes to that system's own call.
+            reduce: None: the main process's values are stored, and on others the call does nothing. "mean", "sum", "max", "min": those of all processes,
+                which must all call it. That is done by a thread, on a process group of its own: nobody waits, nothing comes between training's collectives.
+            weight: In a mean, the number of items that this process's values stand for: a number, a 0-d tensor, or a mapping by name.
+
+        Raises:
+            DistributedOperationError: If a process didn't take part in an earlier call with ``reduce``, naming the call.
+
+        Example:
+            >>> import tempfile
+            >>> from drivetrain import Accelerator
+            >>> accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tempfile.mkdtemp())
+            >>> accelerator.init_trackers("demo")
+            >>> accelerator.log({"loss": 0.5}, step=1, reduce="mean", weight=32)
+            >>> accelerator.end_training()
         """
-        self._hub.log(values, step=step, log_kwargs=log_kwargs)
+        self._hub.log(values, step, log_kwargs, reduce=reduce, weight=weight)
 
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images by name: arrays of shape (images, height, width, channels)."""
-        self._hub.log_images(values, step=step, **kwargs)
+    def log_training(
+        self,
+        values: Mapping[str, Any] | None = None,
+        step: int | None = None,
+        *,
+        items: float | None = None,
+        log_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log how training goes, and the given values.
 
-    def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
+        That is ``lr`` (``lr/0``, ``lr/1``, ... with several groups), ``grad_norm`` of the last `clip_grad_norm_`, ``loss_scale`` (fp16), and since the last
+        call ``steps_per_second`` and ``items_per_second``.
+
+        Args:
+            values: Further values, which win over these.
+            step: Position on the x axis; default: `step`, the optimizer steps so far.
+            items: Samples or tokens that all processes together have trained on since the last call.
+            log_kwargs: By tracker name, what goes to that system's own call.
+
+        Example:
+            >>> import tempfile
+            >>> from drivetrain import Accelerator
+            >>> accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tempfile.mkdtemp())
+            >>> accelerator.init_trackers("demo")
+            >>> accelerator.log_training({"loss": 0.5}, items=32)
+            >>> accelerator.end_training()
+        """
+        if not self._hub.trackers:
+            return
+        if self._training_values is None:
+            from drivetrain._engine.training_values import TrainingValues
+
+            self._training_values = TrainingValues()
+        row = self._training_values.collect(self._accelerator, items)
+        if self._logs_facts:
+            from drivetrain._engine.run_facts import memory_facts
+
+            row.update(memory_facts(self._accelerator))
+        self._hub.log({**row, **(values or {})}, self._step if step is None else step, log_kwargs)
+
+    def _log_checkpoint(self, event: str, path: str) -> None:
+        """Log that a checkpoint was saved or loaded, and memory at that time, if facts are logged."""
+        if self._logs_facts and self._hub.trackers:
+            from drivetrain._engine.run_facts import memory_facts
+
+            self._hub.log_text(f"drivetrain/checkpoint_{event}", path, self._step)
+            self._hub.log(memory_facts(self._accelerator), self._step)
+
+    @property
+    def _logs_facts(self) -> bool:
+        return self._hub.options.run_facts and self._hub.process.rank == 0
+
+    @property
+    def _accelerator(self) -> Accelerator:
+        return self  # type: ignore[return-value]  # the Accelerator, of which this is a part
+
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        dataformats: str | None = None,
+        log_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log images by name: a PIL image, array or tensor, or several; ``dataformats`` says the order of dimensions where it isn't clear."""
+        self._hub.log_images(values, step, dataformats=dataformats, log_kwargs=log_kwargs)
+
+    def log_figure(
+        self, name: str, figure: Any, step: int | None = None, *, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         """Log a matplotlib or plotly figure."""
-        self._hub.log_figure(name, figure, step=step)
+        self._hub.log_figure(name, figure, step, log_kwargs=log_kwargs)
 
-    def log_table(self, name: str, columns: Any = None, data: Any = None, step: int | None = None) -> None:
-        """Log a table."""
-        self._hub.log_table(name, columns=columns, data=data, step=step)
+    def log_table(
+        self,
+        name: str,
+        columns: Any = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        *,
+        log_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log a table: columns and rows, or rows that are mappings, or a dataframe."""
+        self._hub.log_table(name, columns, data, dataframe, step, log_kwargs=log_kwargs)
 
-    def log_histogram(self, name: str, values: Any, step: int | None = None) -> None:
+    def log_histogram(
+        self, name: str, values: Any, step: int | None = None, *, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         """Log the distribution of a tensor's values."""
-        self._hub.log_histogram(name, values, step=step)
+        self._hub.log_histogram(name, values, step, log_kwargs=log_kwargs)
 
-    def log_text(self, name: str, text: str, step: int | None = None) -> None:
+    def log_text(
+        self, name: str, text: str, step: int | None = None, *, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         """Log a text."""
-        self._hub.log_text(name, text, step=step)
+        self._hub.log_text(name, text, step, log_kwargs=log_kwargs)
 
-    def log_artifact(self, path: Any, name: str | None = None, step: int | None = None) -> None:
-        """Log a file."""
-        self._hub.log_artifact(path, name=name, step=step)
+    def log_artifact(
+        self,
+        path: Any,
+        name: str | None = None,
+        step: int | None = None,
+        *,
+        log_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log a file. It must stay as it is until the next checkpoint or `end_training`."""
+        self._hub.log_artifact(path, name, step, log_kwargs=log_kwargs)
+
+    def log_artifacts(
+        self,
+        directory: Any,
+        name: str | None = None,
+        step: int | None = None,
+        *,
+        log_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log all files below a directory, named by their path from there, after ``name/`` if given."""
+        self._hub.log_artifacts(directory, name, step, log_kwargs=log_kwargs)
+
+    def log_config(self, values: Mapping[str, Any]) -> None:
+        """Log further hyperparameters, besides those given to `init_trackers`."""
+        self._hub.log_config(values)
 
     def log_summary(self, values: Mapping[str, Any]) -> None:
         """Log final values of the run."""

@@ -1,0 +1,1 @@
+"""Comet as a tracker of Drivetrain."""

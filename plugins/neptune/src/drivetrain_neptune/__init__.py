@@ -1,0 +1,1 @@
+"""Neptune (offline) as a tracker of Drivetrain."""
