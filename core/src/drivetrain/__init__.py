@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         GradientAccumulationPlugin,
         GradScalerKwargs,
         InitProcessGroupKwargs,
+        PrecisionKwargs,
         ProfileKwargs,
         TorchDynamoPlugin,
     )
@@ -42,6 +43,7 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "PartialState",
+    "PrecisionKwargs",
     "ProfileKwargs",
     "ProjectConfiguration",
     "TorchDynamoPlugin",
@@ -81,6 +83,7 @@ __getattr__, __dir__ = lazy_exports(
             "GradScalerKwargs",
             "GradientAccumulationPlugin",
             "InitProcessGroupKwargs",
+            "PrecisionKwargs",
             "ProfileKwargs",
             "TorchDynamoPlugin",
         ],

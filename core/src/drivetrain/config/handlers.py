@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -23,6 +23,7 @@ __all__ = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "PrecisionKwargs",
     "ProfileKwargs",
     "TorchDynamoPlugin",
 ]
@@ -48,6 +49,28 @@ class AutocastKwargs(Options):
     cache_enabled: bool | None = None
 
     def __post_init__(self) -> None:
+        self.validate()
+
+
+@dataclass
+class PrecisionKwargs(Options):
+    """What a mixed precision does with outputs and with modules that suffer from it.
+
+    Args:
+        output_dtype: "float32": half-precision outputs of a prepared model become float32, as losses want them; "compute": they stay as they are.
+        keep_in_fp32: Patterns of modules that compute in float32 (and, in pure bf16, keep float32 parameters): names such as "blocks.*.norm",
+            last parts of names ("lm_head"), or class names ("LayerNorm").
+
+    Example:
+        >>> PrecisionKwargs(keep_in_fp32=["*Norm", "lm_head"]).to_kwargs()
+        {'keep_in_fp32': ['*Norm', 'lm_head']}
+    """
+
+    output_dtype: Literal["float32", "compute"] = "float32"
+    keep_in_fp32: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.keep_in_fp32 = list(self.keep_in_fp32) if isinstance(self.keep_in_fp32, tuple) else self.keep_in_fp32
         self.validate()
 
 
@@ -279,6 +302,7 @@ _HERE = "drivetrain.config.handlers"
 #: Core's own options classes by the name of their section in files and variables.
 CORE_OPTIONS: Mapping[str, CoreOption] = {
     "autocast": CoreOption(f"{_HERE}:AutocastKwargs"),
+    "precision": CoreOption(f"{_HERE}:PrecisionKwargs"),
     "grad_scaler": CoreOption(f"{_HERE}:GradScalerKwargs"),
     "process_group": CoreOption(f"{_HERE}:InitProcessGroupKwargs"),
     "profile": CoreOption(f"{_HERE}:ProfileKwargs"),
