@@ -21,6 +21,7 @@ from drivetrain._engine.facade.tracking import TrackingFacade
 from drivetrain._engine.optimizer import PreparedOptimizer
 from drivetrain._engine.plan import PreparePlan
 from drivetrain._engine.prepare import PreparedObjects, kind_of
+from drivetrain._engine.schedule_length import ScheduleCheck
 from drivetrain._engine.scheduler import PreparedScheduler
 from drivetrain.config.handlers import ProfileKwargs
 from drivetrain.data.config import DataLoaderConfiguration
@@ -53,6 +54,8 @@ class Accelerator(
         project_dir: Directory for checkpoints and logs.
         project_config: The same with more settings.
         step_scheduler_with_optimizer: Schedulers step only when their optimizer did.
+        step_scheduler_per_process: Schedulers step as often per optimizer step as there are processes, as Accelerate's do.
+        on_nonfinite: "raise" an error or "skip" the step when a loss or a gradient isn't finite; "ignore" by default.
         rng_types: Generators whose state is made equal on all processes at each start of an epoch.
         kwargs_handlers: Options objects of core and plugins.
         dynamo_backend: Compile models with this backend of ``torch.compile``.
@@ -92,6 +95,8 @@ class Accelerator(
         project_config: Any = None,
         gradient_accumulation_plugin: Any = None,
         step_scheduler_with_optimizer: bool | None = None,
+        step_scheduler_per_process: bool | None = None,
+        on_nonfinite: str | None = None,
         kwargs_handlers: Sequence[Any] | None = None,
         dynamo_backend: Any = None,
         dynamo_plugin: Any = None,
@@ -115,6 +120,11 @@ class Accelerator(
         self.device_placement = parts.plan.settings.device_placement
         self.gradient_state: Accumulator = parts.accumulator
         self._objects = PreparedObjects()
+        self._schedules: ScheduleCheck | None = None
+        if parts.plan.settings.on_nonfinite != "ignore":
+            from drivetrain._engine.nonfinite import NonfiniteGuard
+
+            self.gradient_state.guard = NonfiniteGuard(self, skip=parts.plan.settings.on_nonfinite == "skip")
         self._custom_objects: list[Any] = []
         parts.registry.notify("drivetrain_after_start", accelerator=self)
 
@@ -228,12 +238,19 @@ class Accelerator(
 
     def _wrap_scheduler(self, scheduler: Any) -> PreparedScheduler:
         own = self._objects.find(getattr(scheduler, "optimizer", None))
-        return PreparedScheduler(
+        settings = self.plan.settings
+        repeats = self.num_processes if settings.step_scheduler_per_process and not self.split_batches else 1
+        prepared = PreparedScheduler(
             scheduler,
             self._optimizers if own is None else [own],
             accumulator=self.gradient_state,
             step_with_optimizer=self.step_scheduler_with_optimizer,
+            repeats=repeats,
         )
+        if self.num_processes > 1 and repeats == 1:
+            self._schedules = self._schedules or ScheduleCheck(self.num_processes, main=self.is_main_process)
+            self._schedules.add(prepared)
+        return prepared
 
     def _wrap_loader(self, loader: Any, placement: bool, slice_fn: Any) -> Any:
         from drivetrain.data import prepare_data_loader
@@ -341,6 +358,7 @@ class Accelerator(
         import gc
 
         self._objects.clear()
+        self._schedules = None
         self.gradient_state.forget()
         self._step = self._epoch = 0
         gc.collect()
@@ -375,10 +393,16 @@ class Accelerator(
     def end_training(self) -> None:
         """Finish checkpoints being written, trackers, and the process group if it was made here."""
         self._parts.registry.notify("drivetrain_before_end", accelerator=self)
-        self._finish_checkpoints()
-        self._hub.finish()
-        self._stopper.close()
-        dismantle(self._parts)
+        if self._schedules is not None:
+            self._schedules.taken(self.step, max((loader.epoch for loader in self._dataloaders), default=1))
+        try:
+            if self.gradient_state.guard is not None:
+                self.gradient_state.guard.settle()
+        finally:
+            self._finish_checkpoints()
+            self._hub.finish()
+            self._stopper.close()
+            dismantle(self._parts)
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Accelerator:
         return self  # it stands for the job, of which there is one

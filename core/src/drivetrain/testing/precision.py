@@ -73,6 +73,10 @@ class PrecisionConformance:
         handlers = list(self.options.values())
         return Accelerator(device=self.device, mixed_precision=self.spec.name, kwargs_handlers=handlers, **kwargs)
 
+    def convert_by_hand(self, model: torch.nn.Module) -> torch.nn.Module:
+        """What the precision does to a model's layers, in plain PyTorch; nothing unless a subclass says so."""
+        return model
+
     def _model(self, precision: Precision) -> torch.nn.Module:
         """Converted, placed and wrapped, in a backend's order."""
         model = precision.convert_module(make_model()).to(self.device_type)
@@ -268,7 +272,7 @@ class PrecisionConformance:
         """Losses, norms and weights, compared with plain PyTorch in ``autocast``."""
         case = Case(accumulation=accumulation, optimizer="sgd")  # AdamW's direction is noise where gradients are
         for world_size in self.world_sizes:
-            expected = reference(case, world_size, autocast=self.autocast)
+            expected = reference(case, world_size, autocast=self.autocast, convert=self.convert_by_hand)
             for rank, result in enumerate(workers(world_size).run(train_in, self, case)):
                 difference = result.largest_difference(expected)
                 assert difference <= self.tolerance, (

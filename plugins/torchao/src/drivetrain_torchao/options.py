@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.config import Options
 from drivetrain.errors import ConfigurationError
 
 __all__ = ["AORecipeKwargs"]
+
+if TYPE_CHECKING:
+    TorchaoConfig = Any
+else:
+
+    class TorchaoConfig:
+        """Stands for torchao's ``Float8LinearConfig`` without importing it: files and variables can't say one."""
 
 
 @dataclass
@@ -34,7 +41,7 @@ class AORecipeKwargs(Options):
         {'recipe': 'rowwise', 'min_features': 256}
     """
 
-    config: Any = None
+    config: TorchaoConfig | None = None
     module_filter_func: Callable[..., Any] | None = None
     pad_inner_dim: bool = True
     enable_fsdp_float8_all_gather: bool = False

@@ -114,6 +114,8 @@ class CheckpointFacade:
                 "save_state(safe_serialization=False) would store pickles, which checkpoints never hold: leave it out. "
                 "save_model(..., safe_serialization=False) writes a pickle of a model for other tools."
             )
+        if self.gradient_state.guard is not None:
+            self.gradient_state.guard.settle()  # no checkpoint of what came after a NaN
         self._hub.flush()
         return str(self._checkpoints.save_state(output_dir, blocking=blocking, metadata=metadata))
 
