@@ -25,6 +25,7 @@ __all__ = [
     "InitProcessGroupKwargs",
     "PrecisionKwargs",
     "ProfileKwargs",
+    "PureBF16Kwargs",
     "TorchDynamoPlugin",
 ]
 
@@ -71,6 +72,25 @@ class PrecisionKwargs(Options):
 
     def __post_init__(self) -> None:
         self.keep_in_fp32 = list(self.keep_in_fp32) if isinstance(self.keep_in_fp32, tuple) else self.keep_in_fp32
+        self.validate()
+
+
+@dataclass
+class PureBF16Kwargs(Options):
+    """How ``mixed_precision="pure-bf16"`` makes steps that are smaller than a bfloat16 weight's last digit.
+
+    Args:
+        weights: "master": float32 weights are kept in the optimizer's state, 4 more bytes a parameter; "stochastic": each step is rounded up or down by
+            chance, so that it is right on average, without more memory.
+
+    Example:
+        >>> PureBF16Kwargs(weights="stochastic").to_kwargs()
+        {'weights': 'stochastic'}
+    """
+
+    weights: Literal["master", "stochastic"] = "master"
+
+    def __post_init__(self) -> None:
         self.validate()
 
 
