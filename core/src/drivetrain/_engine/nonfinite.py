@@ -166,7 +166,7 @@ class NonfiniteGuard:
         ]
         if losses:
             return f"Step {check.step}: {'; '.join(losses)}."
-        gradients = sorted({name for facts in everyone for name in facts["gradients"]})
+        gradients = list(dict.fromkeys(name for facts in everyone for name in facts["gradients"]))
         samples = [
             f"rank {rank}: {'; '.join(w for w in facts['samples'] if w)}"
             for rank, facts in enumerate(everyone)
