@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -200,6 +201,10 @@ class Accelerator(
     def _prepare_all(
         self, things: Sequence[Any], placements: Sequence[bool], *, evaluation: bool = False, slice_fn: Any = None
     ) -> list[Any]:
+        searching = sys.modules.get("drivetrain.memory.batch_size")
+        probe = None if searching is None else searching.running_probe()
+        if probe is not None:
+            probe.agree()  # wrapping models sends messages
         kinds = [kind_of(t) for t in things]
         new: dict[str, list[tuple[Any, bool]]] = {"model": [], "optimizer": [], "scheduler": [], "loader": []}
         seen: set[int] = set()
@@ -223,6 +228,8 @@ class Accelerator(
         )
         for (original, _), model in zip(new["model"], prepared.models, strict=True):
             self._objects.add("model", original, model)
+        if probe is not None and new["model"]:
+            probe.watch(self)
         for (original, _), inner in zip(new["optimizer"], prepared.optimizers, strict=True):
             self._objects.add("optimizer", original, self._wrap_optimizer(inner))
         for (original, _), inner in zip(new["scheduler"], prepared.schedulers, strict=True):

@@ -24,6 +24,7 @@ from drivetrain.specs import Capability
 
 if TYPE_CHECKING:
     from drivetrain._engine.nonfinite import NonfiniteGuard
+    from drivetrain._engine.probing import Probe
     from drivetrain.data.stack import LoaderStack
     from drivetrain.interfaces import Backend
 
@@ -301,6 +302,7 @@ class Accumulator:
         self._empty: Any = None  # whether a loss over no items was not finite, still being read
         self.optimizers = 0  # prepared so far
         self.guard: NonfiniteGuard | None = None  # looks at losses and gradients, where `on_nonfinite` asks for it
+        self.probe: Probe | None = None  # agrees with other processes, while a batch size is searched
         self._windows: dict[tuple[torch.nn.Module, ...], Window] = {}
         self._outside = Window(self, ())
         #: The window that ``step`` belongs to: the last one entered, or the one that the user cuts by hand.
@@ -384,7 +386,13 @@ class Accumulator:
             )
         if self.guard is not None:
             self.guard.note(window, loss)
-        self.backend.backward(window.weigh(loss, weight, summed=reduction == "sum"), window, **kwargs)
+        if self.probe is not None:
+            self.probe.agree()
+        loss = window.weigh(loss, weight, summed=reduction == "sum")
+        if self.probe is not None:
+            self.probe.backward(self, window, loss, **kwargs)
+        else:
+            self.backend.backward(loss, window, **kwargs)
 
     def finalize(self, optimizer: Any, parameters: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Make an optimizer's gradients those of the big batch, unscaled; cheap when there is nothing to do."""
