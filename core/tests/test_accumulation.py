@@ -300,3 +300,122 @@ def test_accelerate_names_of_the_gradient_state():
     assert [state.end_of_dataloader for _ in loader] == [False, True]
     state._set_sync_gradients(False)
     assert not state.sync_gradients
+
+
+# -- items ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0)])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_loss_over_no_items_must_be_finite(weight, steps):
+    """What `sum / items` gives: times a weight of zero it would still make every gradient NaN."""
+    run = Run(Loader([2, 2]), steps=steps)
+    with pytest.raises(ConfigurationError, match=r"over no items is nan.*sum / max\(items, 1\)"):
+        for _ in run.stack.active:
+            with run.accumulator.window((run.model,)):
+                loss = (run.model(torch.ones(2, 3)) * 0).sum() / torch.tensor(0)
+                run.accumulator.backward(loss, weight=weight)
+
+
+def test_a_cross_entropy_over_ignored_targets_is_told():
+    run = Run(Loader([2]), steps=1)
+    with pytest.raises(ConfigurationError, match="weight=0"):
+        for _ in run.stack.active:
+            with run.accumulator.window((run.model,)):
+                logits = run.model(torch.ones(2, 3)).expand(2, 4)
+                loss = torch.nn.functional.cross_entropy(logits, torch.full((2,), -100))
+                run.accumulator.backward(loss, weight=0)
+
+
+# -- micro-batches made by hand ------------------------------------------------------------------------------------------
+
+
+def cut(run, loader, batches, parts, *, declared=True):
+    """Gradients at the windows' ends of a loop that cuts each batch."""
+    seen = []
+    for i in loader:
+        for part in batches[i].tensor_split(parts):
+            window = (
+                run.accumulator.declared_window((run.model,), parts)
+                if declared
+                else run.accumulator.window((run.model,))
+            )
+            with window:
+                run.accumulator.backward(run.model(part).pow(2).mean())
+                run.optimizer.step()
+                if run.accumulator.sync_gradients:
+                    seen.append(run.gradient)
+                run.optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("known", [True, False])
+def test_declared_parts_end_the_window_where_they_say(steps, known):
+    """The last batch too, in which every part is at the end of the data."""
+    loader, batches = Loader([4, 4, 4], known), data([4, 4, 4])
+    run = Run(loader, steps=steps)
+    seen = cut(run, loader, batches, 2)
+    assert len(seen) == run.stepped == 3
+    for got, batch in zip(seen, batches, strict=True):
+        torch.testing.assert_close(got, big_batch_gradient(run.model, [batch]))
+
+
+def test_undeclared_parts_are_told_where_the_datas_end_cuts_a_window():
+    loader, batches = Loader([4, 4, 4]), data([4, 4, 4])
+    run = Run(loader, steps=2)
+    with pytest.warns(UserWarning, match=r"micro_batches=n") as caught:
+        cut(run, loader, batches, 2, declared=False)
+    assert len(caught) == 1
+
+
+def test_several_windows_on_one_batch_are_nobodys_mistake(recwarn):
+    """A critic that is trained twice on each batch."""
+    loader, batches = Loader([4, 4, 4]), data([4, 4, 4])
+    run = Run(loader, steps=1)
+    assert len(cut(run, loader, batches, 2, declared=False)) == 6
+    assert not recwarn.list
+
+
+def test_a_declaration_holds_for_the_whole_window():
+    run = Run(Loader([4, 4]), steps=2)
+    with run.accumulator.declared_window((run.model,), 3):
+        pass
+    with pytest.raises(ConfigurationError, match="began micro_batches=3, and 1 of 3"):
+        run.accumulator.declared_window((run.model,), 2)
+    for count in (0, -1, 1.5, True):
+        with pytest.raises(ConfigurationError, match="1 or more"):
+            run.accumulator.declared_window((run.model,), count)
+
+
+def test_a_window_of_batches_cannot_become_one_of_parts():
+    loader = Loader([4, 4])
+    run = Run(loader, steps=2)
+    for _ in loader:
+        with run.accumulator.window((run.model,)):
+            pass
+        break
+    with pytest.raises(ConfigurationError, match="began without micro_batches, and 1 of 2"):
+        run.accumulator.declared_window((run.model,), 2)
+
+
+def test_after_parts_windows_are_of_batches_again():
+    batches = data([4] * 4)
+    loader = Loader([4] * 4)
+    run = Run(loader, steps=2)
+    cut(run, loader, batches, 2)
+    run.stack.active = again = Loader([4] * 4)
+    seen = train(run, again, batches)
+    for got, start in zip(seen, (0, 2), strict=True):
+        torch.testing.assert_close(got, big_batch_gradient(run.model, batches[start : start + 2]))
+
+
+def test_an_open_window_of_parts_is_one_again_after_a_resume():
+    run = Run(None, steps=1)
+    with run.accumulator.declared_window((run.model,), 2):
+        pass
+    saved = run.accumulator.counters([run.model])
+    other = Run(None, steps=1)
+    other.accumulator.load_counters([other.model], saved)
+    with other.accumulator.declared_window((other.model,), 2) as window:
+        assert (window.index, window.last) == (1, True)

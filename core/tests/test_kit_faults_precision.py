@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from drivetrain._builtin.precision import BFloat16, Float16, FullPrecision, to_float32
+from drivetrain._builtin.precision import BFloat16, Float16, FullPrecision
 from drivetrain._plugins import get_registry
 from drivetrain.testing.precision import PrecisionConformance
 
@@ -126,7 +126,7 @@ class WrapsByClosure(BFloat16):
 
         def forward(*args):
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                return to_float32(original(*args))
+                return original(*args).float()
 
         model.forward = forward
         return model

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         GradientAccumulationPlugin,
         GradScalerKwargs,
         InitProcessGroupKwargs,
+        PrecisionKwargs,
         ProfileKwargs,
         TorchDynamoPlugin,
     )
@@ -46,6 +47,7 @@ __all__ = [
     "InitProcessGroupKwargs",
     "ParallelismConfig",
     "PartialState",
+    "PrecisionKwargs",
     "ProfileKwargs",
     "ProjectConfiguration",
     "TorchDynamoPlugin",
@@ -88,6 +90,7 @@ __getattr__, __dir__ = lazy_exports(
             "GradScalerKwargs",
             "GradientAccumulationPlugin",
             "InitProcessGroupKwargs",
+            "PrecisionKwargs",
             "ProfileKwargs",
             "TorchDynamoPlugin",
         ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from drivetrain._engine.facade.settings import SettingsFacade
 from drivetrain._engine.optimizer import PreparedOptimizer
 from drivetrain._engine.plan import PreparePlan
 from drivetrain._engine.prepare import PreparedObjects, kind_of
+from drivetrain._engine.schedule_length import ScheduleCheck
 from drivetrain._engine.scheduler import PreparedScheduler
 from drivetrain._engine.uneven import UnevenGuard
 from drivetrain.config.handlers import ProfileKwargs
@@ -56,6 +58,8 @@ class Accelerator(
         project_dir: Directory for checkpoints and logs.
         project_config: The same with more settings.
         step_scheduler_with_optimizer: Schedulers step only when their optimizer did.
+        step_scheduler_per_process: Schedulers step as often per optimizer step as there are processes, as Accelerate's do.
+        on_nonfinite: "raise" an error or "skip" the step when a loss or a gradient isn't finite; "ignore" by default.
         rng_types: Generators whose state is made equal on all processes at each start of an epoch.
         kwargs_handlers: Options objects of core and plugins.
         dynamo_backend: Compile models with this backend of ``torch.compile``.
@@ -96,6 +100,8 @@ class Accelerator(
         project_config: Any = None,
         gradient_accumulation_plugin: Any = None,
         step_scheduler_with_optimizer: bool | None = None,
+        step_scheduler_per_process: bool | None = None,
+        on_nonfinite: str | None = None,
         kwargs_handlers: Sequence[Any] | None = None,
         dynamo_backend: Any = None,
         dynamo_plugin: Any = None,
@@ -121,6 +127,11 @@ class Accelerator(
         self._objects = PreparedObjects()
         if self.gradient_state.gradient_world_size > 1:
             self._loader_stack.guard = UnevenGuard(self.gradient_state, self._objects.by_kind["model"])
+        self._schedules: ScheduleCheck | None = None
+        if parts.plan.settings.on_nonfinite != "ignore":
+            from drivetrain._engine.nonfinite import NonfiniteGuard
+
+            self.gradient_state.guard = NonfiniteGuard(self, skip=parts.plan.settings.on_nonfinite == "skip")
         self._custom_objects: list[Any] = []
         if parts.plan.trackers or parts.plan.tracker_objects:
             self._hub  # noqa: B018 - what is wrong with trackers that were asked for is said here, not at the first log
@@ -199,6 +210,10 @@ class Accelerator(
     def _prepare_all(
         self, things: Sequence[Any], placements: Sequence[bool], *, evaluation: bool = False, slice_fn: Any = None
     ) -> list[Any]:
+        searching = sys.modules.get("drivetrain.memory.batch_size")
+        probe = None if searching is None else searching.running_probe()
+        if probe is not None:
+            probe.agree()  # wrapping models sends messages
         kinds = [kind_of(t) for t in things]
         new: dict[str, list[tuple[Any, bool]]] = {"model": [], "optimizer": [], "scheduler": [], "loader": []}
         seen: set[int] = set()
@@ -222,6 +237,8 @@ class Accelerator(
         )
         for (original, _), model in zip(new["model"], prepared.models, strict=True):
             self._objects.add("model", original, model)
+        if probe is not None and new["model"]:
+            probe.watch(self)
         for (original, _), inner in zip(new["optimizer"], prepared.optimizers, strict=True):
             self._objects.add("optimizer", original, self._wrap_optimizer(inner))
         for (original, _), inner in zip(new["scheduler"], prepared.schedulers, strict=True):
@@ -237,12 +254,19 @@ class Accelerator(
 
     def _wrap_scheduler(self, scheduler: Any) -> PreparedScheduler:
         own = self._objects.find(getattr(scheduler, "optimizer", None))
-        return PreparedScheduler(
+        settings = self.plan.settings
+        repeats = self.num_processes if settings.step_scheduler_per_process and not self.split_batches else 1
+        prepared = PreparedScheduler(
             scheduler,
             self._optimizers if own is None else [own],
             accumulator=self.gradient_state,
             step_with_optimizer=self.step_scheduler_with_optimizer,
+            repeats=repeats,
         )
+        if self.num_processes > 1 and repeats == 1:
+            self._schedules = self._schedules or ScheduleCheck(self.num_processes, main=self.is_main_process)
+            self._schedules.add(prepared)
+        return prepared
 
     def _wrap_loader(self, loader: Any, placement: bool, slice_fn: Any) -> Any:
         from drivetrain.data import prepare_data_loader
@@ -350,6 +374,7 @@ class Accelerator(
         import gc
 
         self._objects.clear()
+        self._schedules = None
         self.gradient_state.forget()
         self._step = self._epoch = 0
         gc.collect()
@@ -384,12 +409,15 @@ class Accelerator(
     def end_training(self) -> None:
         """Finish checkpoints being written, trackers, and the process group if it was made here."""
         self._parts.registry.notify("drivetrain_before_end", accelerator=self)
-        self._finish_checkpoints()
-        try:
-            self._finish_trackers()
-        finally:
-            self._stopper.close()
-            dismantle(self._parts)
+        if self._schedules is not None:
+            self._schedules.taken(self.step, max((loader.epoch for loader in self._dataloaders), default=1))
+        with contextlib.ExitStack() as ending:  # the last one first, and each whatever those before it raise
+            ending.callback(dismantle, self._parts)
+            ending.callback(self._stopper.close)
+            ending.callback(self._finish_trackers)
+            ending.callback(self._finish_checkpoints)
+            if self.gradient_state.guard is not None:
+                ending.callback(self.gradient_state.guard.settle)
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Accelerator:
         return self  # it stands for the job, of which there is one

@@ -12,6 +12,7 @@ __all__ = [
     "DrivetrainError",
     "EnvironmentDetectionError",
     "LaunchError",
+    "NonfiniteError",
     "NotPreparedError",
     "PluginError",
     "PluginNotFoundError",
@@ -53,6 +54,10 @@ class UnsupportedError(DrivetrainError, RuntimeError):
 
 class NotPreparedError(DrivetrainError, RuntimeError):
     """An object must go through ``accelerator.prepare()`` first."""
+
+
+class NonfiniteError(DrivetrainError, ArithmeticError):
+    """A loss or a gradient was NaN or infinite, and ``on_nonfinite="raise"`` asked to hear of it."""
 
 
 class RankMismatchError(DrivetrainError, RuntimeError):

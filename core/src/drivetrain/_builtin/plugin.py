@@ -1,4 +1,4 @@
-"""The plugin that comes with core: one device, three precisions, and what every installation needs."""
+"""The plugin that comes with core: one device, four precisions, and what every installation needs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def drivetrain_detect_backend(request: Request) -> Iterable[Detection] | None:
 
 @hookimpl
 def drivetrain_register_precisions() -> Iterable[PrecisionSpec]:
-    """Full, bf16 and fp16."""
+    """Full, bf16, fp16 and pure bf16."""
     home = "drivetrain._builtin.precision"
     return [
         PrecisionSpec(
@@ -96,6 +96,14 @@ def drivetrain_register_precisions() -> Iterable[PrecisionSpec]:
             summary="float16 autocast with loss scaling",
             target=f"{home}:Float16",
             dtypes=("float32", "float16"),
+        ),
+        PrecisionSpec(
+            name="pure-bf16",
+            summary="bfloat16 weights and gradients, steps in float32",
+            target="drivetrain._builtin.pure_bf16:PureBFloat16",
+            options="drivetrain.config.handlers:PureBF16Kwargs",
+            exports=("PureBF16Kwargs",),
+            dtypes=("float32", "bfloat16"),
         ),
     ]
 

@@ -2,109 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from drivetrain.errors import UnsupportedError
-from drivetrain.interfaces import Precision
+from drivetrain.interfaces import AutocastPrecision, Precision
 from drivetrain.specs import PrecisionSpec
 
-__all__ = ["AutocastForward", "BFloat16", "Float16", "FullPrecision"]
-
-_LOW = (torch.float16, torch.bfloat16)
+__all__ = ["BFloat16", "Float16", "FullPrecision"]
 
 
 class FullPrecision(Precision):
     """fp32: the base class, which costs nothing."""
 
 
-def to_float32(output: Any) -> Any:
-    """Half-precision tensors of a model's output as fp32, everything else as it is."""
-    if isinstance(output, torch.Tensor):
-        return output.float() if output.dtype in _LOW else output
-    from drivetrain.parallel.structure import convert_to_fp32
-
-    return convert_to_fp32(output)
-
-
-class AutocastForward:
-    """Takes the place of a model's ``forward``: computes it under autocast and returns fp32 outputs.
-
-    An object with a reference to the module, and not a closure, so that a deep copy of the model gets a forward of its own
-    and the model can be pickled.
-
-    Args:
-        module: The model.
-        context: Keyword arguments of ``torch.autocast``.
-        upcast: Whether outputs become fp32.
-
-    Example:
-        >>> import torch
-        >>> m = torch.nn.Linear(2, 2)
-        >>> m.forward = AutocastForward(m, {"device_type": "cpu", "dtype": torch.bfloat16}, upcast=False)
-        >>> m(torch.ones(1, 2)).dtype
-        torch.bfloat16
-    """
-
-    def __init__(self, module: torch.nn.Module, context: Mapping[str, Any], *, upcast: bool) -> None:
-        self.module = module
-        self.context = dict(context)
-        self.upcast = upcast
-        self.replaced = module.__dict__.get("forward")
-        self.__wrapped__ = self.replaced or type(module).forward.__get__(module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AutocastForward:
-        import copy
-
-        module = copy.deepcopy(self.module, memo)  # in memo already: we are copied as part of it
-        new = object.__new__(AutocastForward)
-        new.module, new.context, new.upcast = module, dict(self.context), self.upcast
-        new.replaced = copy.deepcopy(self.replaced, memo)
-        new.__wrapped__ = new.replaced or type(module).forward.__get__(module)
-        return new
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(**self.context):
-            output = self.__wrapped__(*args, **kwargs)
-        return to_float32(output) if self.upcast else output
-
-
-class _AutocastPrecision(Precision):
-    """Common to bf16 and fp16: autocast around forward, fp32 parameters, gradients and optimizer state."""
-
-    def __init__(self, spec: PrecisionSpec, *, device_type: str, options: Mapping[str, Any] | None = None) -> None:
-        super().__init__(spec, device_type=device_type, options=options)
-        handler = self.options.get("AutocastKwargs")
-        given = handler.to_dict() if handler is not None else {}
-        self._upcast = bool(given.pop("upcast_outputs", True))
-        self._context = {"device_type": device_type, "dtype": self.compute_dtype, **given}
-
-    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
-        if not isinstance(model.__dict__.get("forward"), AutocastForward):
-            model.forward = AutocastForward(model, self._context, upcast=self._upcast)
-        return model
-
-    def unwrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
-        forward = model.__dict__.get("forward")
-        if isinstance(forward, AutocastForward):
-            if forward.replaced is None:
-                del model.forward
-            else:
-                model.forward = forward.replaced
-        return model
-
-    def autocast(self, **overrides: Any) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(**{**self._context, **overrides})
-
-    def describe(self, model: torch.nn.Module) -> dict[str, str]:
-        name = str(self.compute_dtype).removeprefix("torch.")
-        return {"*": f"{name} by autocast, parameters and optimizer state float32"}
-
-
-class BFloat16(_AutocastPrecision):
+class BFloat16(AutocastPrecision):
     """bf16 by autocast; no loss scale is needed.
 
     Example:
@@ -117,7 +31,7 @@ class BFloat16(_AutocastPrecision):
     compute_dtype = torch.bfloat16
 
 
-class Float16(_AutocastPrecision):
+class Float16(AutocastPrecision):
     """fp16 by autocast, with loss scaling.
 
     The scale is dynamic; static with ``GradScalerKwargs(growth_factor=1, backoff_factor=1)``, and none with ``enabled=False``.

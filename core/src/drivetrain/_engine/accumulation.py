@@ -12,6 +12,7 @@ backward, and gradients are scaled once, without a host read.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from drivetrain.parallel._groups import describe_failure, is_lost_connection
 from drivetrain.specs import Capability
 
 if TYPE_CHECKING:
+    from drivetrain._engine.nonfinite import NonfiniteGuard
+    from drivetrain._engine.probing import Probe
     from drivetrain.data.stack import LoaderStack
     from drivetrain.interfaces import Backend
 
@@ -102,6 +105,8 @@ class Window:
             if self.size > 1 and loader is not None and owner.sync_with_dataloader:
                 plan = loader.plan_window(self.size)
                 if plan is not None:
+                    if plan.size < self.size and batch is self._batch:
+                        owner.warn_of_parts()
                     self.size = plan.size
                     self._assumed = float(plan.global_rows)
                 elif owner.joining:
@@ -182,6 +187,7 @@ class Window:
         if weight is None:
             return loss if self._scale == 1.0 else loss * self._scale
         owner = self._owner
+        owner.check_empty(loss, weight)
         if self.size == 1 and owner.gradient_world_size == 1 and owner.inside is self:
             # One micro-batch on one rank is the whole window: its mean is the window's mean.
             return loss / _at_least_one(weight) if summed else loss
@@ -253,6 +259,12 @@ class Window:
         return torch.tensor(factor, dtype=torch.float32, device=self._owner.backend.device)
 
 
+_EMPTY = (
+    "backward(loss, weight=0): the loss over no items is {}, which would make all gradients NaN. Make it finite: sum / max(items, 1), "
+    "or the sum with backward(sum, weight=items, reduction='sum')."
+)
+
+
 def _at_least_one(weight: Any) -> Any:
     return weight.clamp(min=1) if isinstance(weight, torch.Tensor) else max(weight, 1)
 
@@ -290,7 +302,11 @@ class Accumulator:
         self.sync_gradients = True
         self.joining = False  # inside join_uneven_inputs, where ranks may have different numbers of batches
         self.reference = 0.0
+        self._warned = False
+        self._empty: Any = None  # whether a loss over no items was not finite, still being read
         self.optimizers = 0  # prepared so far
+        self.guard: NonfiniteGuard | None = None  # looks at losses and gradients, where `on_nonfinite` asks for it
+        self.probe: Probe | None = None  # agrees with other processes, while a batch size is searched
         self._windows: dict[tuple[torch.nn.Module, ...], Window] = {}
         self._outside = Window(self, ())
         #: The window that ``step`` belongs to: the last one entered, or the one that the user cuts by hand.
@@ -306,6 +322,23 @@ class Accumulator:
         if window is None:
             window = self._windows[models] = Window(self, models)
         return window
+
+    def declared_window(self, models: tuple[torch.nn.Module, ...], count: int) -> Window:
+        """The window of these models, which has so many micro-batches."""
+        from drivetrain._engine.handcut import declared_window
+
+        return declared_window(self._windows, self, models, count)
+
+    def warn_of_parts(self) -> None:
+        """The script cuts batches by hand without saying so, and the end of the data ends windows early. Told once."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "accumulate() was entered several times for one batch of a loader, and the loader's end ended a window before its "
+                f"{self.num_steps} micro-batches: each batch was taken for one micro-batch. Say how many parts a window has, with "
+                "accelerator.accumulate(model, micro_batches=n), and it ends there.",
+                stacklevel=4,
+            )
 
     def forget(self) -> None:
         """Drop all windows: their models and optimizers go away."""
@@ -327,6 +360,23 @@ class Accumulator:
             self.reference = max(float(value.item()), 1.0) * self.num_steps
         return self.reference
 
+    def check_empty(self, loss: torch.Tensor, weight: Any) -> None:
+        """A loss over no items must be finite: times zero, NaN stays NaN in all gradients.
+
+        Weights on an accelerator aren't waited for: what is found is told when the next window's weights come.
+
+        Raises:
+            ConfigurationError: If it isn't.
+        """
+        if not isinstance(weight, torch.Tensor) or weight.device.type == "cpu":
+            if not weight and not bool(loss.isfinite().all()):
+                raise ConfigurationError(_EMPTY.format(float(loss.detach().sum())))
+            return
+        if self._empty is not None and self.sync_gradients and self._empty.result()[0]:
+            raise ConfigurationError(_EMPTY.format("not finite"))
+        found = (weight == 0).logical_and(loss.detach().isfinite().all().logical_not())
+        self._empty = self.backend.read_later([found.reshape(())])
+
     def backward(self, loss: torch.Tensor, *, weight: Any = None, reduction: str = "mean", **kwargs: Any) -> None:
         """Back-propagate one micro-batch's loss."""
         window = self.inside
@@ -340,9 +390,16 @@ class Accumulator:
             raise ConfigurationError(
                 f"backward(reduction={reduction!r}): use 'mean', or 'sum' together with weight=, the number of items in the loss."
             )
+        if self.guard is not None:
+            self.guard.note(window, loss)
+        if self.probe is not None:
+            self.probe.agree()
         loss = window.weigh(loss, weight, summed=reduction == "sum")
         try:
-            self.backend.backward(loss, window, **kwargs)
+            if self.probe is not None:
+                self.probe.backward(self, window, loss, **kwargs)
+            else:
+                self.backend.backward(loss, window, **kwargs)
         except RuntimeError as error:
             if self.gradient_world_size > 1 and is_lost_connection(error):
                 raise DistributedOperationError(describe_failure("backward", None, error)) from error
@@ -379,6 +436,7 @@ class Accumulator:
                 "assumed": w._assumed,
                 "seen": w._seen,
                 "weighted": w._weighted,
+                "declared": getattr(w, "declared", False),
             }
             for w in self._windows.values()
             if not w.last
@@ -392,8 +450,11 @@ class Accumulator:
         self.current = self._outside
         self.sync_gradients = True
         for saved in state.get("windows", ()):
-            window = self.window(tuple(models[i] for i in saved["models"] if i >= 0))
+            of = tuple(models[i] for i in saved["models"] if i >= 0)
+            window = self.declared_window(of, int(saved["size"])) if saved.get("declared") else self.window(of)
             window.reset()
+            if saved.get("declared"):
+                window.declared = True  # type: ignore[attr-defined]
             window.last = False
             window.index, window.size = int(saved["index"]), int(saved["size"])
             window._assumed, window._seen = float(saved["assumed"]), float(saved["seen"])

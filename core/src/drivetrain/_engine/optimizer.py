@@ -37,6 +37,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._backend = backend
         self._accumulator = accumulator
         self._on_step = on_step
+        self._stopped = False  # the last step was left out by `on_nonfinite="skip"`
         accumulator.optimizers += 1
 
     @property
@@ -118,8 +119,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if not accumulator.sync_gradients:
             return None
         accumulator.finalize(self._optimizer, self.parameters)
-        result = self._backend.optimizer_step(self._optimizer, closure)
         window = accumulator.current
+        if accumulator.guard is not None:
+            self._stopped = accumulator.guard.stops(window, self)
+            if self._stopped:
+                window.stepped = True
+                return None
+        result = self._backend.optimizer_step(self._optimizer, closure)
         if not window.stepped:
             window.stepped = True
             if not self._backend.step_was_skipped(self._optimizer):
@@ -128,8 +134,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because gradients overflowed on some process."""
-        return self._backend.step_was_skipped(self._optimizer)
+        """Whether the last step was skipped because gradients overflowed on some process, or something wasn't finite."""
+        return self._stopped or self._backend.step_was_skipped(self._optimizer)
 
     def train(self) -> None:
         """Pass on to optimizers that distinguish modes (schedule-free ones)."""

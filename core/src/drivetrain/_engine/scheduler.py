@@ -21,6 +21,8 @@ class PreparedScheduler:
         optimizers: Prepared optimizers whose steps it follows; its own one if that is among them.
         accumulator: Knows where windows end.
         step_with_optimizer: False: it steps whenever it is told to.
+        repeats: Steps in place of one: Accelerate's stepping. A schedule that says when it ends isn't stepped beyond that, and one that
+            follows a metric steps once.
 
     Example:
         >>> # made by accelerator.prepare(scheduler); the scheduler itself stays reachable as `.scheduler`
@@ -35,6 +37,7 @@ class PreparedScheduler:
         *,
         accumulator: Accumulator,
         step_with_optimizer: bool = True,
+        repeats: int = 1,
     ) -> None:
         self.scheduler = scheduler
         own = getattr(scheduler, "optimizer", None)
@@ -42,6 +45,7 @@ class PreparedScheduler:
         self._accumulator = accumulator
         self._step_with_optimizer = step_with_optimizer
         self._by_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        self._more = 0 if self._by_metric else repeats - 1
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step, if the optimizer did.
@@ -57,7 +61,12 @@ class PreparedScheduler:
                 for optimizer in self.optimizers:
                     if optimizer.step_was_skipped:
                         return
-        self.scheduler.step(*args, **kwargs)
+        if not self._more:
+            self.scheduler.step(*args, **kwargs)
+            return
+        for _ in range(self._more + 1):
+            if self.scheduler.last_epoch < getattr(self.scheduler, "total_steps", float("inf")):
+                self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":

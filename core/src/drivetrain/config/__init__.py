@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         GradientAccumulationPlugin,
         GradScalerKwargs,
         InitProcessGroupKwargs,
+        PrecisionKwargs,
         ProfileKwargs,
         TorchDynamoPlugin,
     )
@@ -30,6 +31,7 @@ __all__ = [
     "InitProcessGroupKwargs",
     "Options",
     "Origin",
+    "PrecisionKwargs",
     "ProfileKwargs",
     "Resolved",
     "Source",
@@ -51,6 +53,7 @@ __getattr__, __dir__ = lazy_exports(
             "GradScalerKwargs",
             "GradientAccumulationPlugin",
             "InitProcessGroupKwargs",
+            "PrecisionKwargs",
             "ProfileKwargs",
             "TorchDynamoPlugin",
         ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -23,7 +23,9 @@ __all__ = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "PrecisionKwargs",
     "ProfileKwargs",
+    "PureBF16Kwargs",
     "TorchDynamoPlugin",
 ]
 
@@ -46,6 +48,47 @@ class AutocastKwargs(Options):
 
     enabled: bool = True
     cache_enabled: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+
+@dataclass
+class PrecisionKwargs(Options):
+    """What a mixed precision does with outputs and with modules that suffer from it.
+
+    Args:
+        output_dtype: "float32": half-precision outputs of a prepared model become float32, as losses want them; "compute": they stay as they are.
+        keep_in_fp32: Patterns of modules that compute in float32 (and, in pure bf16, keep float32 parameters): names such as "blocks.*.norm",
+            last parts of names ("lm_head"), or class names ("LayerNorm").
+
+    Example:
+        >>> PrecisionKwargs(keep_in_fp32=["*Norm", "lm_head"]).to_kwargs()
+        {'keep_in_fp32': ['*Norm', 'lm_head']}
+    """
+
+    output_dtype: Literal["float32", "compute"] = "float32"
+    keep_in_fp32: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.keep_in_fp32 = list(self.keep_in_fp32) if isinstance(self.keep_in_fp32, tuple) else self.keep_in_fp32
+        self.validate()
+
+
+@dataclass
+class PureBF16Kwargs(Options):
+    """How ``mixed_precision="pure-bf16"`` makes steps that are smaller than a bfloat16 weight's last digit.
+
+    Args:
+        weights: "master": float32 weights are kept in the optimizer's state, 4 more bytes a parameter; "stochastic": each step is rounded up or down by
+            chance, so that it is right on average, without more memory.
+
+    Example:
+        >>> PureBF16Kwargs(weights="stochastic").to_kwargs()
+        {'weights': 'stochastic'}
+    """
+
+    weights: Literal["master", "stochastic"] = "master"
 
     def __post_init__(self) -> None:
         self.validate()
@@ -279,6 +322,7 @@ _HERE = "drivetrain.config.handlers"
 #: Core's own options classes by the name of their section in files and variables.
 CORE_OPTIONS: Mapping[str, CoreOption] = {
     "autocast": CoreOption(f"{_HERE}:AutocastKwargs"),
+    "precision": CoreOption(f"{_HERE}:PrecisionKwargs"),
     "grad_scaler": CoreOption(f"{_HERE}:GradScalerKwargs"),
     "process_group": CoreOption(f"{_HERE}:InitProcessGroupKwargs"),
     "profile": CoreOption(f"{_HERE}:ProfileKwargs"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -32,6 +32,10 @@ class CoreSettings(Options):
         logging_dir: Directory for logs; default: ``project_dir``.
         dynamo_backend: Compiler backend of ``torch.compile``; "no" to not compile.
         step_scheduler_with_optimizer: Schedulers step only when their optimizer did.
+        step_scheduler_per_process: Accelerate's stepping: a scheduler steps as often per optimizer step as there are processes (once with
+            ``split_batches``), for totals that were multiplied by their number.
+        on_nonfinite: What happens when a loss or a gradient is NaN or infinite: "raise" an error that names rank, step and samples; "skip" the
+            step with a warning that names them; or nothing ("ignore").
         rng_types: Generators whose state is made equal on all ranks at the start of each epoch.
         device_placement: Move models, optimizers and batches to the device.
         debug: Gathering different numbers of rows is an error, and torch compares every collective of every rank before it runs, also those
@@ -58,6 +62,8 @@ class CoreSettings(Options):
     logging_dir: str | None = None
     dynamo_backend: str = "no"
     step_scheduler_with_optimizer: bool = True
+    step_scheduler_per_process: bool = False
+    on_nonfinite: Literal["ignore", "raise", "skip"] = "ignore"
     rng_types: tuple[str, ...] = ("generator",)
     device_placement: bool = True
     debug: bool = False

@@ -102,6 +102,10 @@ class Feed:
         """Samples of an epoch over all ranks, without repeated ones; None if unknown."""
         return None
 
+    def samples_of(self, info: BatchInfo) -> list[Any] | None:
+        """Indices in the data set of this rank's batch; None where they aren't known."""
+        return None
+
     def open(self, skip: int | None) -> Pairs:
         """Read from the present position, or from the batch ``skip`` of the epoch. Collective where ranks must agree or rank 0 reads.
 

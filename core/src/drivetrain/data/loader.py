@@ -181,6 +181,17 @@ class PreparedDataLoader(DataLoader[T_co]):
             return None
         return self._drivetrain.feed.window(info, size)
 
+    def samples_of(self, batch: BatchInfo) -> list[Any] | None:
+        """Indices in the data set of a batch of the epoch being read; None where they aren't known.
+
+        Example:
+            >>> from drivetrain.data import prepare_data_loader
+            >>> loader = prepare_data_loader(DataLoader(range(5), batch_size=2))
+            >>> [loader.samples_of(loader.batch) for _ in loader]
+            [[0, 1], [2, 3], [4]]
+        """
+        return None if self._drivetrain.whole_class else self._drivetrain.feed.samples_of(batch)
+
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the present batch is the last, or the last loop was exhausted."""

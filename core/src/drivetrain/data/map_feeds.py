@@ -76,6 +76,14 @@ class MapFeed(Feed):
             return None
         return self._plan.window(info.index, size)
 
+    def samples_of(self, info: BatchInfo) -> list[Any] | None:  # noqa: D102
+        if self._plan is None:
+            return None
+        indices = self._plan.indices(info.index, self.context.ranks.index)
+        return [
+            int(i) if hasattr(i, "__index__") else i for i in (indices if hasattr(indices, "__iter__") else [indices])
+        ]
+
     def open(self, skip: int | None) -> Pairs:  # noqa: D102
         context, progress = self.context, self.context.progress
         skip = progress.skip_to(skip)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from drivetrain._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from drivetrain.interfaces.autocast import AutocastForward, AutocastPrecision
     from drivetrain.interfaces.backend import Backend, BackendContext, Prepared, PrepareRequest, WindowView
     from drivetrain.interfaces.checkpoint_format import CheckpointFormat, TensorReader
     from drivetrain.interfaces.data_sharding import DataSharding
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from drivetrain.interfaces.tracker import Row, Tracker, TrackerContext
 
 __all__ = [
+    "AutocastForward",
+    "AutocastPrecision",
     "Backend",
     "BackendContext",
     "Block",
@@ -43,6 +46,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "autocast": ["AutocastForward", "AutocastPrecision"],
         "backend": ["Backend", "BackendContext", "PrepareRequest", "Prepared", "WindowView"],
         "checkpoint_format": ["CheckpointFormat", "TensorReader"],
         "data_sharding": ["DataSharding"],

@@ -237,6 +237,8 @@ class Backend:
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.ndim > 0:
                     state[name] = self.place_state(parameter, value)
+        if optimizer not in self._earlier:
+            self.precision.adopt_optimizer(optimizer)
         return optimizer
 
     def place_state(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,9 @@ class Precision:
         """Undo `wrap_forward`; the model is then picklable and plain."""
         return model
 
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was prepared: a precision that steps in another dtype can watch its state being loaded."""
+
     def autocast(self, **overrides: Any) -> contextlib.AbstractContextManager[Any]:
         """Context in which the user's own code (a loss outside the model) computes in this precision."""
         return contextlib.nullcontext()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.memory.release import clear_device_cache
+
+if TYPE_CHECKING:
+    from drivetrain._engine.probing import Probe
 
 __all__ = ["find_executable_batch_size", "should_reduce_batch_size"]
 
@@ -41,20 +45,24 @@ def find_executable_batch_size(
     reduce_batch_size_fn: Callable[[], int] | None = None,
     *,
     minimum_batch_size: int = 1,
+    accelerator: Any = None,
 ) -> Callable[..., Any]:
     """Decorator: call a function with ever smaller batch sizes until it fits in memory.
 
-    Running out of memory on one process shrinks the batch on all, when a process group exists. Each try that failed is reported on
-    the main process.
+    Running out of memory on one process shrinks the batch on all. For that, processes agree before and after each backward of a prepared
+    model, in the first two windows of a try; running out later is an error. Each try is reported on the main process, and memory is given
+    back between tries.
 
     Args:
         function: Takes the batch size as its first argument, given by the decorator.
         starting_batch_size: The first one to try.
         reduce_batch_size_fn: Returns the next one; default: half of the last.
         minimum_batch_size: The smallest one to try.
+        accelerator: Keep its global batch: ``gradient_accumulation_steps`` grows as the batch shrinks. Its prepared objects are forgotten between tries,
+            so the function prepares them.
 
     Raises:
-        DrivetrainError: When even the smallest one doesn't fit.
+        DrivetrainError: When even the smallest one doesn't fit, or memory runs out after the first two windows.
 
     Example:
         >>> @find_executable_batch_size(starting_batch_size=64)
@@ -64,6 +72,10 @@ def find_executable_batch_size(
         ...     return batch_size
         >>> train()
         16
+        >>> from drivetrain import Accelerator
+        >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        >>> find_executable_batch_size(train.__wrapped__, 64, accelerator=accelerator)(), accelerator.gradient_accumulation_steps
+        (16, 8)
     """
     if function is None:
         return functools.partial(
@@ -71,39 +83,98 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
             minimum_batch_size=minimum_batch_size,
+            accelerator=accelerator,
         )
 
     @functools.wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
-        batch_size = starting_batch_size
+        sizes = _Sizes(starting_batch_size, reduce_batch_size_fn, minimum_batch_size, accelerator)
         clear_device_cache(garbage_collection=True)
-        while batch_size >= max(minimum_batch_size, 1):
-            try:
-                result = function(batch_size, *args, **kwargs)
-                failure = None
-            except TypeError:
-                _check_call(function, args, kwargs)
-                raise
-            except (RuntimeError, MemoryError) as error:
-                if not should_reduce_batch_size(error):
+        with _probing() as probe:
+            for batch_size in sizes:
+                try:
+                    result = function(batch_size, *args, **kwargs)
+                    failure = None
+                except TypeError:
+                    _check_call(function, args, kwargs)
                     raise
-                result, failure = None, str(error).splitlines()[0]
-            if not _any_rank(failure is not None):
-                return result
-            clear_device_cache(garbage_collection=True)
-            smaller = batch_size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
-            if smaller >= batch_size:
-                raise ConfigurationError(
-                    f"reduce_batch_size_fn returned {smaller} after {batch_size}: it must get smaller."
-                )
-            _report(batch_size, smaller, failure)
-            batch_size = smaller
+                except (RuntimeError, MemoryError) as error:
+                    if not should_reduce_batch_size(error):
+                        raise
+                    result, failure = None, str(error).splitlines()[0] or type(error).__name__
+                if probe.try_ended(failed=failure is not None):
+                    sizes.report(batch_size, "fits")
+                    return result
+                clear_device_cache(garbage_collection=True)
+                sizes.report(batch_size, f"did not fit in memory ({failure})")
         raise DrivetrainError(
-            f"No batch size from {starting_batch_size} down to {max(minimum_batch_size, 1)} fits in memory: "
+            f"No batch size from {starting_batch_size} down to {sizes.minimum} fits in memory: "
             "use a smaller model, a lower precision, or a backend that shards it."
         )
 
     return search
+
+
+class _Sizes:
+    """The sizes to try, with the accumulation that keeps the global batch."""
+
+    def __init__(self, first: int, smaller: Callable[[], int] | None, minimum: int, accelerator: Any) -> None:
+        self._first, self._smaller, self._accelerator = first, smaller, accelerator
+        self.minimum = max(minimum, 1)
+        self._rows = 0 if accelerator is None else first * accelerator.gradient_accumulation_steps
+
+    def __iter__(self) -> Iterator[int]:
+        size = self._first
+        while size >= self.minimum:
+            if self._rows:
+                self._accelerator.free_memory()
+                self._accelerator.gradient_accumulation_steps = self._rows // size
+            yield size
+            size = self._next(size)
+
+    def _next(self, size: int) -> int:
+        if self._smaller is None:
+            half = size // 2
+            # The largest one up to the half by which the global batch can be divided.
+            return next((s for s in range(half, 0, -1) if self._rows % s == 0), 0) if self._rows else half
+        smaller = self._smaller()
+        if smaller >= size:
+            raise ConfigurationError(f"reduce_batch_size_fn returned {smaller} after {size}: it must get smaller.")
+        if self._rows and smaller > 0 and self._rows % smaller:
+            raise ConfigurationError(
+                f"reduce_batch_size_fn returned {smaller}, which doesn't divide the {self._rows} rows that a process has per step: the global batch "
+                "can't be kept. Return a divisor, or leave accelerator= out."
+            )
+        return smaller
+
+    def report(self, size: int, what: str) -> None:
+        """Tell the user of a try, on the main process."""
+        from drivetrain.logging import get_logger
+
+        steps = f" with gradient_accumulation_steps={self._rows // size}" if self._rows else ""
+        get_logger(__name__).warning("Batch size %d%s %s.", size, steps, what)
+
+
+#: The search whose function is running, for Accelerators that are used inside it.
+_running: ContextVar[Probe | None] = ContextVar("drivetrain_batch_size_search", default=None)
+
+
+def running_probe() -> Probe | None:
+    """What agrees with the other processes, inside a search; None outside."""
+    return _running.get()
+
+
+@contextmanager
+def _probing() -> Iterator[Probe]:
+    from drivetrain._engine.probing import Probe
+
+    probe = Probe()
+    token = _running.set(probe)
+    try:
+        yield probe
+    finally:
+        _running.reset(token)
+        probe.close()
 
 
 def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -114,20 +185,3 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         raise TypeError(
             f"{function.__name__}() gets the batch size from the decorator: call it without, as {function.__name__}({names})."
         ) from None
-
-
-def _any_rank(flag: bool) -> bool:
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return flag
-    device = torch.accelerator.current_accelerator() if "nccl" in str(dist.get_backend()) else None
-    value = torch.tensor(int(flag), device=device)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return bool(value.item())
-
-
-def _report(batch_size: int, smaller: int, failure: str | None) -> None:
-    from drivetrain.logging import get_logger
-
-    get_logger(__name__).warning(
-        "Batch size %d did not fit in memory (%s): trying %d.", batch_size, failure or "on another process", smaller
-    )

@@ -24,6 +24,7 @@ class BackendKit:
     precisions: ClassVar[Sequence[str]] = ("fp32", "bf16")
     arguments: ClassVar[Mapping[str, Any]] = {"cpu": True}
     tolerance: ClassVar[Mapping[str, float]] = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
+    reads: ClassVar[Mapping[str, int]] = {"fp32": 0, "bf16": 0, "fp16": 1}
     autocast: ClassVar[Mapping[str, str]] = {"bf16": "bfloat16", "fp16": "float16"}
 
     # -- on the ranks ----------------------------------------------------------------------------------------------------------

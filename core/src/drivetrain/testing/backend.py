@@ -16,6 +16,7 @@ without it, the whole product runs.
 
 from __future__ import annotations
 
+from drivetrain.testing._backend_contract import ContractTests
 from drivetrain.testing._backend_models import ModelTests
 from drivetrain.testing._backend_objects import ObjectTests
 from drivetrain.testing._backend_state import StateTests
@@ -24,7 +25,7 @@ from drivetrain.testing._backend_windows import WindowTests
 __all__ = ["BackendConformance"]
 
 
-class BackendConformance(ModelTests, WindowTests, ObjectTests, StateTests):
+class BackendConformance(ModelTests, WindowTests, ContractTests, ObjectTests, StateTests):
     """What every backend must do: the promises of `drivetrain.interfaces.Backend`, at each world size and in each precision.
 
     What a backend doesn't declare (`drivetrain.specs.Capability`) isn't asked of it, but must be refused.
@@ -37,6 +38,7 @@ class BackendConformance(ModelTests, WindowTests, ObjectTests, StateTests):
         tolerance: Largest difference to plain PyTorch by precision, relative for values above 1.
         autocast: Dtype of ``torch.autocast`` in which plain PyTorch computes what a precision is compared with; precisions that
             aren't in it are compared with full precision.
+        reads: Host reads of device values per window by precision: only a loss scale needs one. A backend that needs more says so here.
         bit_identical_up_to: Up to this world size, a resumed run must be bit-identical; above, equal within tolerance.
 
     Example:

@@ -172,6 +172,7 @@ def reference(
     *,
     autocast: torch.dtype | None = None,
     windows: Sequence[tuple[int, int]] | None = None,
+    convert: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
 ) -> Result:
     """The training by hand, in plain PyTorch: each window's rows of all ranks as one batch.
 
@@ -180,12 +181,13 @@ def reference(
         world_size: Number of ranks whose rows make up a window.
         autocast: Dtype of ``torch.autocast`` around the model; None for full precision.
         windows: Where each window of an epoch begins and ends, in rows; default: all full but the last.
+        convert: Changes layers of the model by hand, as a precision is to do it.
 
     Example:
         >>> reference(Case(samples=9, epochs=1), world_size=1).steps
         3
     """
-    model = make_model()
+    model = make_model() if convert is None else convert(make_model())
     optimizer = _make_optimizer(case, model)
     scheduler = _make_scheduler(case, optimizer)
     result = Result()

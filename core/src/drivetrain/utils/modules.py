@@ -49,7 +49,7 @@ def extract_model_from_parallel(
         >>> extract_model_from_parallel(torch.nn.DataParallel(inner)) is inner
         True
     """
-    from drivetrain._builtin.precision import AutocastForward
+    from drivetrain.interfaces import AutocastForward
 
     compiled = model if hasattr(model, "_orig_mod") else None
     if compiled is not None:
@@ -61,11 +61,10 @@ def extract_model_from_parallel(
             inner = extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, recursive=True)
             if inner is not child:
                 setattr(model, name, inner)
-    forward: Any = model.__dict__.get("forward")
-    if not keep_fp32_wrapper and isinstance(forward, AutocastForward):
-        del model.forward
-        if forward.replaced is not None:
-            model.forward = forward.replaced
+    for module in () if keep_fp32_wrapper else model.modules():
+        forward: Any = module.__dict__.get("forward")
+        if isinstance(forward, AutocastForward):
+            forward.undo()
     if not keep_torch_compile:
         model._compiled_call_impl = None
     elif compiled is not None:

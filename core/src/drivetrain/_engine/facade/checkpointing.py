@@ -163,6 +163,11 @@ class CheckpointFacade:
             self._defer((directory, how))
             return str(self._checkpoints.expected_path(directory))
         self._save_deferred()
+        return self._save(directory, **how)
+
+    def _save(self, directory: str | os.PathLike[str] | None, **how: Any) -> str:
+        if self.gradient_state.guard is not None:
+            self.gradient_state.guard.settle()  # no checkpoint of what came after a NaN
         return str(self._checkpoints.save_state(directory, **how))
 
     def _defer(self, save: tuple[Any, dict[str, Any]] | None) -> None:
@@ -178,7 +183,7 @@ class CheckpointFacade:
             return
         directory, how = self._deferred
         self._defer(None)
-        self._checkpoints.save_state(directory, **how)
+        self._save(directory, **how)
 
     def wait_for_checkpoint(self) -> str | None:
         """Wait until a checkpoint begun with ``blocking=False`` is whole; return its path, or None if there was none. Collective."""

@@ -70,12 +70,16 @@ class GradientFacade:
     def sync_gradients(self, value: bool) -> None:
         self.gradient_state.sync_gradients = value
 
-    def accumulate(self, *models: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    def accumulate(
+        self, *models: torch.nn.Module, micro_batches: int | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
         """Context of one micro-batch: inside it, ``backward``, ``step`` and ``zero_grad`` do what the window needs.
 
         Args:
             *models: Models that are trained in it. Models trained alternately (a GAN's) have a window of their own each when each
                 is given to its own ``accumulate``.
+            micro_batches: The window's number of micro-batches, where the script makes them itself (it cuts a loader's batch, or fetched several
+                batches at once): the window ends after so many, whatever the loader is at. The same in all calls of a window.
 
         Example:
             >>> import torch
@@ -91,7 +95,9 @@ class GradientFacade:
             >>> accelerator.step
             2
         """
-        return self.gradient_state.window(models)
+        if micro_batches is None:
+            return self.gradient_state.window(models)
+        return self.gradient_state.declared_window(models, micro_batches)
 
     def backward(self, loss: torch.Tensor, *, weight: Any = None, reduction: str = "mean", **kwargs: Any) -> None:
         """Back-propagate, in place of ``loss.backward()``.
@@ -215,6 +221,11 @@ class GradientFacade:
         for loader, _ in changed:
             loader.even_batches = even_batches
         joins = self.backend.data_world_size > 1
+        if joins and self.gradient_state.guard is not None:
+            raise UnsupportedError(
+                "join_uneven_inputs with on_nonfinite: processes agree at each step whether all was finite, and some have no step here. "
+                "Leave one of the two out."
+            )
         self.gradient_state.joining = joins
         try:
             with self.backend.join(list(joinables)) if joins else contextlib.nullcontext():

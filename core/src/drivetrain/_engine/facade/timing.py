@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from drivetrain._engine.accumulation import Accumulator
     from drivetrain._engine.prepare import PreparedObjects
+    from drivetrain._engine.schedule_length import ScheduleCheck
     from drivetrain._engine.stopping import Stopper
     from drivetrain.data.stack import LoaderStack
 
@@ -36,6 +38,8 @@ class TimingFacade:
     _objects: PreparedObjects
     _loader_stack: LoaderStack
     _begun: _Begun | None = None
+    _schedules: ScheduleCheck | None = None
+    gradient_state: Accumulator
     _step: int = 0
     _epoch: int = 0
 
@@ -69,6 +73,8 @@ class TimingFacade:
         """
         self._watch()
         self._before_training()
+        if self._schedules is not None:
+            self._schedules.planned(num_epochs, self._objects.by_kind["loader"], self.gradient_state.num_steps)
         resumed = [loader for loader in self._objects.by_kind["loader"] if loader.resumes]
         for loader in resumed:
             loader.set_epoch(loader.epoch)  # this epoch and no other, even where all its batches were taken
