@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.errors import ConfigurationError, DistributedOperationError, UnsupportedError
+from drivetrain.interfaces import Backend, Precision
 from drivetrain.parallel._groups import describe_failure, is_lost_connection
 from drivetrain.specs import Capability
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from drivetrain._engine.nonfinite import NonfiniteGuard
     from drivetrain._engine.probing import Probe
     from drivetrain.data.stack import LoaderStack
-    from drivetrain.interfaces import Backend
 
 __all__ = ["Accumulator", "Window"]
 
@@ -99,7 +99,8 @@ class Window:
         batch = None if loader is None else loader.batch
         if self.last:
             self.index = 0
-            owner.backend.end_window()
+            if owner.ends_windows:
+                owner.backend.end_window()
             self.reset()
             self.size = owner.num_steps
             if self.size > 1 and loader is not None and owner.sync_with_dataloader:
@@ -265,6 +266,10 @@ _EMPTY = (
 )
 
 
+def _overrides(thing: object, base: type, method: str) -> bool:
+    return getattr(type(thing), method, None) is not getattr(base, method)
+
+
 def _at_least_one(weight: Any) -> Any:
     return weight.clamp(min=1) if isinstance(weight, torch.Tensor) else max(weight, 1)
 
@@ -299,6 +304,15 @@ class Accumulator:
         self.adjust_scheduler = adjust_scheduler
         self.data_world_size = backend.data_world_size
         self.gradient_world_size = backend.gradient_world_size
+        precision = backend.precision
+        #: Whether the backend or its precision may skip a step, and whether one of them acts when a window has ended: usually neither does, and
+        #: then neither is asked in each step.
+        self.may_skip = (
+            precision.scales
+            or _overrides(backend, Backend, "step_was_skipped")
+            or _overrides(precision, Precision, "was_skipped")
+        )
+        self.ends_windows = _overrides(backend, Backend, "end_window") or _overrides(precision, Precision, "update")
         self.sync_gradients = True
         self.joining = False  # inside join_uneven_inputs, where ranks may have different numbers of batches
         self.reference = 0.0

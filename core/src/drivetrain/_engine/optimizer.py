@@ -128,7 +128,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         result = self._backend.optimizer_step(self._optimizer, closure)
         if not window.stepped:
             window.stepped = True
-            if not self._backend.step_was_skipped(self._optimizer):
+            if not (accumulator.may_skip and self._backend.step_was_skipped(self._optimizer)):
                 self._on_step()
         return result
 

@@ -57,7 +57,7 @@ class PreparedScheduler:
             follows = accumulator.inside is not None or not self._by_metric
             if follows and accumulator.adjust_scheduler and not accumulator.sync_gradients:
                 return
-            if follows:
+            if follows and (accumulator.may_skip or accumulator.guard is not None):
                 for optimizer in self.optimizers:
                     if optimizer.step_was_skipped:
                         return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 __all__ = ["BatchInfo", "Round", "WindowPlan"]
 
 
@@ -31,8 +33,7 @@ class Round:
         return self.new != self.received
 
 
-@dataclass(slots=True)
-class BatchInfo:
+class BatchInfo(msgspec.Struct):
     """The batch that a loader has just yielded.
 
     Args:

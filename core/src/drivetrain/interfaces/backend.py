@@ -263,7 +263,7 @@ class Backend:
 
     def backward(self, loss: torch.Tensor, window: WindowView, **kwargs: Any) -> None:
         """Back-propagate a loss that core has weighted already; ``kwargs`` go to ``Tensor.backward``."""
-        self.precision.scale(loss).backward(**kwargs)
+        (self.precision.scale(loss) if self.precision.scales else loss).backward(**kwargs)
 
     def normalize_gradients(self, parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         """Multiply accumulated gradients by a 0-d factor on the device, without reading it on the host.
