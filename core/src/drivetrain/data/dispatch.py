@@ -2,9 +2,12 @@
 
 Messages go point to point over a gloo group of their own, so that they neither wait for nor disturb the training group's collectives. A step
 is one header (kind, bytes) and one payload: the pickled skeleton of the batch, and the bytes of its tensors. A small payload travels with its
-header, since each message costs two more turns of the operating system's scheduler: whether it will is decided by the payload before, which
-both sides know. Rank 0 reads one step ahead and announces it before it hands out the present one: so every rank knows whether the present
-batch is its last, can have the next one travel meanwhile, and gets an error of rank 0's data set instead of waiting for ever.
+header; whether it will follows from the payloads before, which both sides know. Rank 0 reads one step ahead and announces it before it hands
+out the present one: so every rank knows whether the present batch is its last, can have the next one travel meanwhile, and gets an error of
+rank 0's data set instead of waiting for ever.
+
+Each message that must be waited for costs turns of the scheduler, and gloo's own thread spins while this one is put to sleep inside of a call. So
+messages are few, and the place for the next header is ready before it is sent: data then goes out at once, without asking first.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +29,12 @@ from drivetrain.errors import DistributedOperationError
 
 __all__ = ["Channel", "Delivery", "Step", "follow", "pack", "serve", "unpack"]
 
-_DATA, _END, _ERROR = 0, 1, 2
+_DATA, _END, _ERROR, _LEFT = 0, 1, 2, 3
 _ALIGNMENT = 16
 #: Bytes of a header: two int64. A multiple of the alignment, so that what follows it is aligned.
 _HEADER = 16
-#: Payloads up to so many bytes make room for the next one in its header's message: the most that is sent in vain when payloads shrink.
-_SMALL = 1 << 12
+#: Payloads up to so many bytes travel with their header.
+_SMALL = 1 << 16
 
 
 class Step(NamedTuple):
@@ -168,6 +172,8 @@ class Channel:
     group: dist.ProcessGroup | None
     tag: int
     pin: bool = False
+    #: Messages under way when a loop was left early: the others' last word for it.
+    left: list[_Sending] = field(default_factory=list)
 
     @staticmethod
     def make_group(ranks: Ranks) -> dist.ProcessGroup:
@@ -221,9 +227,26 @@ class _Sending:
         return self.data
 
 
-def _room(payload: int) -> int:
-    """Bytes of the header's message that follows such a payload: with room for one of the same size, if it is small."""
-    return _HEADER + payload if payload <= _SMALL else _HEADER
+class _Room:
+    """How many bytes a rank's next header has, with what travels beside it. Both sides know the payloads before.
+
+    The smallest of the last few payloads fits: so hardly any byte is sent in vain where sizes change.
+    """
+
+    __slots__ = ("_sizes",)
+
+    def __init__(self) -> None:
+        self._sizes: deque[int] = deque(maxlen=4)
+
+    def note(self, payload: int) -> None:
+        """A payload's size."""
+        self._sizes.append(payload)
+
+    @property
+    def bytes(self) -> int:
+        """Those of the next header's message."""
+        smallest = min(self._sizes, default=0)
+        return _HEADER + smallest if smallest <= _SMALL else _HEADER
 
 
 class _Announcement:
@@ -233,12 +256,14 @@ class _Announcement:
 
     Args:
         channel: To the others.
-        rooms: Bytes that each rank's next header has, of those that get one.
+        rooms: Of the ranks that get a message.
         step: The step; None at the end.
         failure: Why there is none.
     """
 
-    def __init__(self, channel: Channel, rooms: dict[int, int], step: Step | None, failure: Exception | None) -> None:
+    def __init__(
+        self, channel: Channel, rooms: dict[int, _Room], step: Step | None, failure: Exception | None = None
+    ) -> None:
         self._channel = channel
         messages: list[tuple[int, int, torch.Tensor]] = []
         for rank in rooms:
@@ -252,15 +277,12 @@ class _Announcement:
         self._rests: list[tuple[int, torch.Tensor]] = []
         self._sending = []
         for rank, kind, message in messages:
-            room, size = rooms[rank], message.numel() - _HEADER
-            message[:_HEADER] = torch.tensor([kind, size]).view(torch.uint8)
-            missing = room - message.numel()
-            first = message[:room] if missing <= 0 else torch.cat([message, message.new_zeros(missing)])
-            self._sending.append(channel.send(rank, first))
-            if missing < 0:
+            room = rooms[rank].bytes
+            rooms[rank].note(message.numel() - _HEADER)
+            self._sending.append(channel.send(rank, _head(kind, message, room)))
+            if message.numel() > room:
                 self._rests.append((rank, message[room:]))
-            rooms[rank] = _room(size)
-            if kind == _END:
+            if kind != _DATA:
                 del rooms[rank]
 
     def send(self) -> None:
@@ -276,6 +298,13 @@ class _Announcement:
         self._sending = []
 
 
+def _head(kind: int, message: torch.Tensor, room: int) -> torch.Tensor:
+    """The first bytes of a message, as many as there is room for, with the header in front."""
+    size = message.numel()
+    message[:_HEADER] = torch.tensor([kind, size - _HEADER]).view(torch.uint8)
+    return message[:room] if size >= room else torch.cat([message, message.new_zeros(room - size)])
+
+
 def serve(channel: Channel, steps: Iterator[Step], *, ahead: bool) -> Iterator[Delivery]:
     """Rank 0's side: send the others their parts of each step, yield its own.
 
@@ -287,13 +316,15 @@ def serve(channel: Channel, steps: Iterator[Step], *, ahead: bool) -> Iterator[D
     Raises:
         Exception: What ``steps`` raises, after the steps before it were handed out; the other ranks are told.
     """
-    rooms = dict.fromkeys(range(1, channel.ranks.size), _HEADER)
+    rooms = {rank: _Room() for rank in range(1, channel.ranks.size)}
+    while channel.left:
+        channel.left.pop().wait()
 
     def read() -> tuple[Step | None, Exception | None, _Announcement]:
         step, failure = None, None
         try:
             step = next(steps, None)
-            news = _Announcement(channel, rooms, step, None)  # a batch that can't be pickled fails here
+            news = _Announcement(channel, rooms, step)  # a batch that can't be pickled fails here
         except DistributedOperationError:
             raise
         except Exception as error:
@@ -307,9 +338,7 @@ def serve(channel: Channel, steps: Iterator[Step], *, ahead: bool) -> Iterator[D
     try:
         while step is not None:
             present, sent = step, news
-            if not ahead:
-                sent.send()
-                sent.wait()
+            sent.send()
             step, failure, news = read()
             sent.wait()
             yield Delivery(present.parts[0], present.round, step is None and failure is None, present.note)
@@ -317,6 +346,10 @@ def serve(channel: Channel, steps: Iterator[Step], *, ahead: bool) -> Iterator[D
             raise failure
     finally:
         with contextlib.suppress(DistributedOperationError):  # a rank that is gone shows at the next message
+            news.send()
+            for rank, room in rooms.items():  # none of them, unless the loop was left early
+                message = _head(_LEFT, torch.empty(_HEADER, dtype=torch.uint8), room.bytes)
+                channel.left.append(channel.send(rank, message))
             news.wait()
 
 
@@ -325,57 +358,62 @@ class _Arrival:
 
     Args:
         channel: From rank 0.
-        room: Bytes of the header's message.
-        ahead: Whether to start receiving at once what had no room beside the header.
+        room: Both sides' knowledge.
+        first: The header's message, under way.
     """
 
-    def __init__(self, channel: Channel, room: int, *, ahead: bool) -> None:
-        self._channel = channel
-        self._first = channel.receive(channel.memory(room)).wait()
-        self.kind, size = self._first[:_HEADER].view(torch.int64).tolist()
-        self.next_room = _room(size)
-        self._whole = self._first
-        self._rest: _Sending | None = None
-        self._missing = max(_HEADER + size - room, 0) if self.kind != _END else 0
-        if self._missing and (ahead or self.kind == _ERROR):
-            self._receive()
+    def __init__(self, channel: Channel, room: _Room, first: _Sending) -> None:
+        self._whole = first.wait()
+        self.kind, size = self._whole[:_HEADER].view(torch.int64).tolist()
+        #: Messages for which there is place from now on, in the order in which they come: the rest of this step, the next header.
+        self.coming: deque[_Sending] = deque()
+        missing = _HEADER + size - self._whole.numel()
+        if missing > 0:
+            self.coming.append(self._receive_rest(channel, missing))
+        room.note(size)
+        if self.kind == _DATA:
+            self.coming.append(channel.receive(channel.memory(room.bytes)))
 
-    def _receive(self) -> None:
-        room = self._first.numel()
-        self._whole = self._channel.memory(room + self._missing)
+    def _receive_rest(self, channel: Channel, missing: int) -> _Sending:
+        first, room = self._whole, self._whole.numel()
+        self._whole = channel.memory(room + missing)
         if room > _HEADER:
-            self._whole[_HEADER:room] = self._first[_HEADER:]
-        self._rest = self._channel.receive(self._whole[room:])
+            self._whole[_HEADER:room] = first[_HEADER:]
+        return channel.receive(self._whole[room:])
 
     def payload(self) -> Any:
         """What came, once it is here."""
-        if self._missing and self._rest is None:
-            self._receive()
-        self.finish()
+        while len(self.coming) > (self.kind == _DATA):
+            self.coming.popleft().wait()
         return unpack(self._whole[_HEADER:])
 
-    def finish(self) -> None:
-        """Wait for what is under way."""
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            self._missing = 0
-            rest.wait()
 
-
-def follow(channel: Channel, *, ahead: bool) -> Iterator[Delivery]:
+def follow(channel: Channel) -> Iterator[Delivery]:
     """The other ranks' side: yield what rank 0 sends.
 
     Raises:
         DistributedOperationError: If rank 0's data set raised, with its message, or rank 0 is gone.
     """
-    coming = _Arrival(channel, _HEADER, ahead=ahead)
+    while channel.left:
+        last = channel.left.pop(0).wait()
+        if not channel.left:
+            _require(last[:1].item() == _LEFT)
+    room = _Room()
+    arrival = _Arrival(channel, room, channel.receive(channel.memory(room.bytes)))
     try:
-        while coming.kind == _DATA:
-            cut, batch = coming.payload()
-            coming = _Arrival(channel, coming.next_room, ahead=ahead)
-            yield Delivery(batch, cut, coming.kind == _END)
-        if coming.kind == _ERROR:
-            raise DistributedOperationError(f"Reading data failed on rank 0, which reads for all: {coming.payload()}")
+        while arrival.kind == _DATA:
+            cut, batch = arrival.payload()
+            arrival = _Arrival(channel, room, arrival.coming.popleft())
+            _require(arrival.kind != _LEFT)
+            yield Delivery(batch, cut, arrival.kind == _END)
+        if arrival.kind == _ERROR:
+            raise DistributedOperationError(f"Reading data failed on rank 0, which reads for all: {arrival.payload()}")
     finally:
-        with contextlib.suppress(DistributedOperationError):
-            coming.finish()
+        channel.left += arrival.coming  # rank 0 leaves this loop, too, and says so there
+
+
+def _require(together: bool) -> None:
+    if not together:
+        raise DistributedOperationError(
+            "Rank 0, which reads for all, left a loop over its loader at another batch than this rank. All ranks must leave a loop together."
+        )

@@ -189,7 +189,7 @@ class MapFeed(Feed):
         assert context.channel is not None
         ahead = bool(context.config.prefetch)
         if context.ranks.index > 0:
-            return self.deliver(follow(context.channel, ahead=ahead), start)
+            return self.deliver(follow(context.channel), start)
         steps = self._whole_steps(plan, start) if context.slice_fn is not None else self._steps(plan, start)
         return self.deliver(serve(context.channel, steps, ahead=ahead), start)
 

@@ -73,7 +73,7 @@ class StreamFeed(Feed):
         progress.resize(layout.to_dict())
         start = progress.taken
         if context.channel is not None and context.ranks.index > 0:
-            return self.deliver(follow(context.channel, ahead=bool(context.config.prefetch)), start)
+            return self.deliver(follow(context.channel), start)
         packets = self._packets(self._resume(before))
         if context.channel is not None:
             steps = self._steps(packets, layout)
