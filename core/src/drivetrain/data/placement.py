@@ -33,12 +33,14 @@ class Placement:
         self.device = device
         self.non_blocking = non_blocking
         self._is_cpu = device is not None and device.type == "cpu"
+        #: Without an accelerator there is no other place for some of a batch's tensors.
+        self._alike = not torch.accelerator.is_available()
         self.overlaps = bool(prefetch and non_blocking and device is not None and _has_streams(device))
 
     def move(self, batch: Any) -> Any:
         """A batch on the device."""
         assert self.device is not None
-        if self._is_cpu and _is_on_cpu(batch):
+        if self._is_cpu and _is_on_cpu(batch, alike=self._alike):
             return batch
         return send_to_device(batch, self.device, non_blocking=self.non_blocking)
 
@@ -72,10 +74,17 @@ class Placement:
                 raise failure
 
 
-def _is_on_cpu(batch: Any) -> bool:
-    """Whether a batch is surely on the CPU: the usual shapes are told at once, others take `send_to_device`'s walk."""
+def _is_on_cpu(batch: Any, *, alike: bool) -> bool:
+    """Whether a batch is surely on the CPU: the usual shapes are told at once, others take `send_to_device`'s walk.
+
+    Args:
+        batch: The batch.
+        alike: Whether its tensors are on one device, so that the first tells for all.
+    """
     kind = type(batch)
     values = batch.values() if kind is dict else batch if kind is list or kind is tuple else (batch,)
+    if alike and len(values) > 8:  # no step of the interpreter for each
+        return set(map(type, values)) == {torch.Tensor} and next(iter(values)).is_cpu
     for value in values:  # noqa: SIM110 (a generator costs more than the check)
         if type(value) is not torch.Tensor or not value.is_cpu:
             return False

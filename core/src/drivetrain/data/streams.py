@@ -159,7 +159,9 @@ class StreamFeed(Feed):
             return
         worker, rows, state = note
         streams = self.context.progress.streams
-        position = streams.setdefault(str(worker), asdict(StreamPosition(self._workers())))
+        position = streams.get(str(worker))
+        if position is None:
+            position = streams[str(worker)] = asdict(StreamPosition(self._workers()))
         position["rounds"] += 1
         position["rows"] += rows
         position["state"] = state
@@ -312,7 +314,7 @@ class ShardedStreamFeed(StreamFeed):
 
 def _without(cut: Round, ended: tuple[int, ...]) -> Round:
     """A round of which some ranks get nothing."""
-    if not any(cut.received[rank] for rank in ended):
+    if not ended or not any(cut.received[rank] for rank in ended):
         return cut
     rows, new, received = (
         tuple(0 if rank in ended else count for rank, count in enumerate(counts))
