@@ -130,7 +130,7 @@ def iteration(blocks):
             lambda: DataLoader(Nothing(500, 1), collate_fn=lambda r: r[0]),
         ),
         ("64 rows of 3x32x32", 1.03, lambda: DataLoader(images, batch_size=64, shuffle=True)),
-        ("32 rows of 3x224x224", 1.03, lambda: DataLoader(Images(960, 3, 224, 224), batch_size=32, shuffle=True)),
+        ("32 rows of 3x224x224", 1.03, lambda: DataLoader(Images(1920, 3, 224, 224), batch_size=32, shuffle=True)),
         ("sentences in batches by length, padded", 1.03, bucketed),
         ("ragged: 64 sentences in a list", 1.03, lambda: DataLoader(Sentences(6400), batch_size=64, collate_fn=list)),
         ("a stream without a length, 64 rows of 3x32x32", 1.03, lambda: DataLoader(Stream(images), batch_size=64)),

@@ -37,7 +37,8 @@ class DataLoaderConfiguration(Options):
         strategy: Which rank gets which samples: "interleaved" (batch i goes to rank i % n), "contiguous", "random" (a global shuffle by seed and
             epoch, then interleaved), "auto" ("random" for loaders with ``shuffle=True``, else "interleaved"), the name of a plugin's strategy,
             ``"module:name"``, a function ``(indices, rank, world_size) -> indices``, or a `DataSharding`.
-        prefetch: Batches that travel ahead of the training loop, 0 or 1: from rank 0 when dispatching, and to the device with ``non_blocking``.
+        prefetch: Batches that travel ahead of the training loop, 0 or 1: from rank 0 when dispatching (where one of less than 64 KB always travels
+            with its announcement), and to the device with ``non_blocking``.
         seed_batches: Whether Python, NumPy and torch are seeded from (seed, epoch, global batch) before each batch is read, in workers and here
             (the training loop's generators are put back), so that augmentation repeats on resume. "auto" looks after a generator in this
             process once a batch was seen to use it, and after all (0.1 ms per batch) in torch's deterministic mode; True always does.
