@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain.data import DataLoaderConfiguration, LoaderStack, prepare_data_loader
 from drivetrain.data.dispatch import pack, unpack
+from drivetrain.errors import DistributedOperationError
 
 
 def prepare(loader, stack=None, slice_fn=None, **settings):
@@ -249,6 +250,29 @@ def test_every_batch_of_any_size_arrives_after_loops_that_were_left(ranks, width
 
     for a, b in zip(*ranks.run(run), strict=True):
         assert sorted(a + b) == list(range(len(a + b))) and len(a + b) in (4, 8, 16, 36, 40)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_iterator_that_is_left_lying_about_does_no_harm(ranks, prefetch):
+    def run():
+        loader = prepare(DataLoader(range(16), batch_size=2), prefetch=prefetch)
+        lying_about = iter(loader)
+        first = next(lying_about).tolist()
+        whole = [batch.tolist() for batch in loader]
+        with pytest.raises(DistributedOperationError, match="Another loop over this loader has begun"):
+            next(lying_about)
+        again = iter(loader)
+        next(again)
+        return (
+            first,
+            whole,
+            [batch.tolist() for batch in loader] == whole,
+            [batch.tolist() for batch in loader] == whole,
+        )
+
+    (first, whole, *same), (second, rest, *also) = ranks.run(run)
+    assert (first, second) == ([0, 1], [2, 3]) and all(same + also)
+    assert sorted(row for batch in whole + rest for row in batch) == list(range(16))
 
 
 def test_a_rank_that_goes_on_where_rank_0_left_is_told(ranks):

@@ -302,3 +302,43 @@ def test_a_length_by_a_function_of_the_samples_themselves():
         )
         for _ in range(3):
             assert len(loader) == len(list(loader))
+
+
+def test_streams_that_all_read_survive_iterators_that_lie_about(ranks):
+    def run(even):
+        loader = prepare(DataLoader(Shards((13,)), batch_size=2), dispatch_batches=False, even_batches=even)
+        lying_about = iter(loader)
+        first = next(lying_about).tolist()
+        seen = []
+        for batch in loader:
+            seen += batch.tolist()[: loader.batch.round.new[dist.get_rank()]]
+            lying_about = None  # closed in the middle of the newer loop
+        return first, seen
+
+    for even in (True, False, "repeat"):
+        (first, a), (second, b) = ranks.run(run, even)
+        assert (first, second) == ([0, 1], [2, 3]) and sorted(a + b) == list(range(13))
+
+
+def test_evaluation_of_uneven_streams_goes_on_alone(ranks):
+    def run():
+        loader = prepare(DataLoader(Shards((9, 2)), batch_size=2), dispatch_batches=False, even_batches=False)
+        return [(batch.tolist(), loader.batch.absent) for batch in loader]
+
+    a, b = ranks.run(run)
+    assert a == [([0, 1], ()), ([2, 3], (1,)), ([4, 5], (1,)), ([6, 7], (1,)), ([8], (1,))] and b == [([9, 10], ())]
+
+
+def test_ranks_that_leave_a_stream_apart_are_told(ranks):
+    def run():
+        loader = prepare(DataLoader(Shards((40,)), batch_size=2), dispatch_batches=False)
+        try:
+            for _ in range(2):
+                for _ in loader:
+                    if loader.batch.index == 2 + dist.get_rank():
+                        break
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    for text in ranks.run(run):
+        assert "leave a loop together" in text

@@ -174,6 +174,14 @@ class Channel:
     pin: bool = False
     #: Messages under way when a loop was left early: the others' last word for it.
     left: list[_Sending] = field(default_factory=list)
+    #: The loop that uses the channel now.
+    loop: _Loop | None = None
+
+    def begin(self, loop: _Loop) -> None:
+        """A new loop begins: one that was left lying about unfinished is over."""
+        if self.loop is not None:
+            self.loop.leave()
+        self.loop = loop
 
     @staticmethod
     def make_group(ranks: Ranks) -> dist.ProcessGroup:
@@ -249,6 +257,28 @@ class _Room:
         return _HEADER + smallest if smallest <= _SMALL else _HEADER
 
 
+class _Loop:
+    """One side's loop over an epoch."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def leave(self) -> None:
+        """It ends; does nothing the second time."""
+        raise NotImplementedError
+
+    def require_current(self) -> None:
+        """Raise if a newer loop has begun.
+
+        Raises:
+            DistributedOperationError: With what to do.
+        """
+        if self.channel.loop is not self:
+            raise DistributedOperationError(
+                "Another loop over this loader has begun since: rank 0 reads one loop's batches at a time. Prepare two loaders to read both."
+            )
+
+
 class _Announcement:
     """Rank 0's messages about one step.
 
@@ -275,11 +305,11 @@ class _Announcement:
             else:
                 messages.append((rank, _DATA, pack((step.round, step.parts[rank]), before=_HEADER)))
         self._rests: list[tuple[int, torch.Tensor]] = []
-        self._sending = []
+        self.sending = []
         for rank, kind, message in messages:
             room = rooms[rank].bytes
             rooms[rank].note(message.numel() - _HEADER)
-            self._sending.append(channel.send(rank, _head(kind, message, room)))
+            self.sending.append(channel.send(rank, _head(kind, message, room)))
             if message.numel() > room:
                 self._rests.append((rank, message[room:]))
             if kind != _DATA:
@@ -288,14 +318,14 @@ class _Announcement:
     def send(self) -> None:
         """Start what had no room beside the headers."""
         for rank, rest in self._rests:
-            self._sending.append(self._channel.send(rank, rest))
+            self.sending.append(self._channel.send(rank, rest))
         self._rests = []
 
     def wait(self) -> None:
         """Until every rank has its own."""
-        for message in self._sending:
+        for message in self.sending:
             message.wait()
-        self._sending = []
+        self.sending = []
 
 
 def _head(kind: int, message: torch.Tensor, room: int) -> torch.Tensor:
@@ -303,6 +333,51 @@ def _head(kind: int, message: torch.Tensor, room: int) -> torch.Tensor:
     size = message.numel()
     message[:_HEADER] = torch.tensor([kind, size - _HEADER]).view(torch.uint8)
     return message[:room] if size >= room else torch.cat([message, message.new_zeros(room - size)])
+
+
+class _Serving(_Loop):
+    """Rank 0's loop.
+
+    Args:
+        channel: To the others.
+        steps: What rank 0 reads.
+        ahead: Whether the next step travels before the present one is handed out.
+    """
+
+    def __init__(self, channel: Channel, steps: Iterator[Step], *, ahead: bool) -> None:
+        super().__init__(channel)
+        self._steps = steps
+        self._ahead = ahead
+        #: Ranks that get another message.
+        self._rooms = {rank: _Room() for rank in range(1, channel.ranks.size)}
+        self._news: _Announcement | None = None
+
+    def read(self) -> tuple[Step | None, Exception | None, _Announcement]:
+        """The next step, announced to the others; or the end, or why it can't be read."""
+        step, failure = None, None
+        try:
+            step = next(self._steps, None)
+            news = _Announcement(self.channel, self._rooms, step)  # a batch that can't be pickled fails here
+        except DistributedOperationError:
+            raise
+        except Exception as error:
+            step, failure = None, error
+            news = _Announcement(self.channel, self._rooms, None, error)
+        self._news = news
+        if self._ahead or failure is not None:
+            news.send()
+        return step, failure, news
+
+    def leave(self) -> None:
+        news, self._news = self._news, None
+        if news is None:
+            return
+        with contextlib.suppress(DistributedOperationError):  # a rank that is gone shows at the next message
+            news.send()
+            for rank, room in self._rooms.items():  # none of them, unless the loop is left early
+                message = _head(_LEFT, torch.empty(_HEADER, dtype=torch.uint8), room.bytes)
+                self.channel.left.append(self.channel.send(rank, message))
+            self.channel.left += news.sending
 
 
 def serve(channel: Channel, steps: Iterator[Step], *, ahead: bool) -> Iterator[Delivery]:
@@ -316,41 +391,23 @@ def serve(channel: Channel, steps: Iterator[Step], *, ahead: bool) -> Iterator[D
     Raises:
         Exception: What ``steps`` raises, after the steps before it were handed out; the other ranks are told.
     """
-    rooms = {rank: _Room() for rank in range(1, channel.ranks.size)}
+    loop = _Serving(channel, steps, ahead=ahead)
+    channel.begin(loop)
     while channel.left:
-        channel.left.pop().wait()
-
-    def read() -> tuple[Step | None, Exception | None, _Announcement]:
-        step, failure = None, None
-        try:
-            step = next(steps, None)
-            news = _Announcement(channel, rooms, step)  # a batch that can't be pickled fails here
-        except DistributedOperationError:
-            raise
-        except Exception as error:
-            step, failure = None, error
-            news = _Announcement(channel, rooms, None, error)
-        if ahead or failure is not None:
-            news.send()
-        return step, failure, news
-
-    step, failure, news = read()
+        channel.left.pop(0).wait()
+    step, failure, news = loop.read()
     try:
         while step is not None:
             present, sent = step, news
+            loop.require_current()
             sent.send()
-            step, failure, news = read()
+            step, failure, news = loop.read()
             sent.wait()
             yield Delivery(present.parts[0], present.round, step is None and failure is None, present.note)
         if failure is not None:
             raise failure
     finally:
-        with contextlib.suppress(DistributedOperationError):  # a rank that is gone shows at the next message
-            news.send()
-            for rank, room in rooms.items():  # none of them, unless the loop was left early
-                message = _head(_LEFT, torch.empty(_HEADER, dtype=torch.uint8), room.bytes)
-                channel.left.append(channel.send(rank, message))
-            news.wait()
+        loop.leave()
 
 
 class _Arrival:
@@ -388,28 +445,58 @@ class _Arrival:
         return unpack(self._whole[_HEADER:])
 
 
+class _Following(_Loop):
+    """Another rank's loop.
+
+    Args:
+        channel: From rank 0.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel)
+        self._room = _Room()
+        #: What was announced last.
+        self.arrival: _Arrival | None = None
+
+    def next(self) -> _Arrival:
+        """What rank 0 announces next."""
+        if self.arrival is None:
+            first = self.channel.receive(self.channel.memory(self._room.bytes))
+        else:
+            first = self.arrival.coming.popleft()
+        self.arrival = _Arrival(self.channel, self._room, first)
+        return self.arrival
+
+    def leave(self) -> None:
+        if self.arrival is not None:
+            self.channel.left += self.arrival.coming  # rank 0 leaves this loop, too, and says so there
+            self.arrival.coming.clear()
+
+
 def follow(channel: Channel) -> Iterator[Delivery]:
     """The other ranks' side: yield what rank 0 sends.
 
     Raises:
         DistributedOperationError: If rank 0's data set raised, with its message, or rank 0 is gone.
     """
+    loop = _Following(channel)
+    channel.begin(loop)
     while channel.left:
         last = channel.left.pop(0).wait()
         if not channel.left:
             _require(last[:1].item() == _LEFT)
-    room = _Room()
-    arrival = _Arrival(channel, room, channel.receive(channel.memory(room.bytes)))
+    arrival = loop.next()
     try:
         while arrival.kind == _DATA:
+            loop.require_current()
             cut, batch = arrival.payload()
-            arrival = _Arrival(channel, room, arrival.coming.popleft())
+            arrival = loop.next()
             _require(arrival.kind != _LEFT)
             yield Delivery(batch, cut, arrival.kind == _END)
         if arrival.kind == _ERROR:
             raise DistributedOperationError(f"Reading data failed on rank 0, which reads for all: {arrival.payload()}")
     finally:
-        channel.left += arrival.coming  # rank 0 leaves this loop, too, and says so there
+        loop.leave()
 
 
 def _require(together: bool) -> None:

@@ -6,7 +6,6 @@ so each rank's word about its next batch travels while the present one is comput
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -16,14 +15,14 @@ from drivetrain.data.ranks import Ranks
 from drivetrain.errors import DistributedOperationError
 from drivetrain.parallel._groups import describe_failure
 
-__all__ = ["FAILED", "RollCall"]
+__all__ = ["FAILED", "Question", "RollCall"]
 
 #: The word of a rank that can't read its next batch.
 FAILED = -1
 
 
 class RollCall:
-    """One question at a time: how many samples has each rank's next batch?
+    """Where a loader's ranks ask each other.
 
     Args:
         ranks: All ranks.
@@ -35,24 +34,41 @@ class RollCall:
         self._ranks = ranks
         self._group = group
         self._loader = loader
-        self._place: tuple[int, int] = (0, 0)
-        self._answers = torch.empty(0, dtype=torch.int64)
-        self._work: Any = None
+        #: What went wrong when a loop was left, where nobody could hear of it.
+        self.failure: DistributedOperationError | None = None
 
-    def ask(self, epoch: int, batch: int, samples: int) -> None:
+    def ask(self, epoch: int, batch: int, samples: int) -> Question:
         """Say what this rank has next, and begin to hear the others.
 
         Args:
             epoch: The loader's.
             batch: The batch's place in it.
-            samples: 0 if there is none, `FAILED` if it can't be read.
+            samples: How many it has; 0 if there is none, `FAILED` if it can't be read.
         """
-        self._place = (epoch, batch)
-        words = torch.tensor([self._loader, epoch, batch, samples])
-        self._answers = words.new_empty(self._ranks.size, 4)
-        parts = list(self._answers.unbind())
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        return Question(self._ranks, self._group, (self._loader, epoch, batch), samples)
+
+
+class Question:
+    """How many samples has each rank's next batch?
+
+    Args:
+        ranks: All ranks.
+        group: A gloo group of them.
+        place: Loader, epoch and batch.
+        samples: This rank's answer.
+    """
+
+    def __init__(self, ranks: Ranks, group: dist.ProcessGroup, place: tuple[int, int, int], samples: int) -> None:
+        self._rank = ranks.index
+        self._group = group
+        self._place = place
+        words = torch.tensor([*place, samples])
+        self._answers = words.new_empty(ranks.size, 4)
         try:
-            self._work = dist.all_gather(parts, words, group=self._group, async_op=True)
+            self._work: Any = dist.all_gather(list(self._answers.unbind()), words, group=group, async_op=True)
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -62,26 +78,19 @@ class RollCall:
         Raises:
             DistributedOperationError: If a rank is gone, or reads something else.
         """
-        work, self._work = self._work, None
         try:
-            work.wait()
+            self._work.wait()
         except RuntimeError as error:
             raise self._lost(error) from error
         words = self._answers.tolist()
-        mine = [self._loader, *self._place]
         for rank, (*place, _) in enumerate(words):
-            if place != mine:
+            if tuple(place) != self._place:
                 raise DistributedOperationError(
-                    f"Rank {rank} reads batch {place[2]} of epoch {place[1]} of loader {place[0]}, and rank {self._ranks.index} batch {mine[2]} of "
-                    f"epoch {mine[1]} of loader {mine[0]}. All ranks must iterate over the same loaders in the same order, and leave a loop together."
+                    f"Rank {rank} reads batch {place[2]} of epoch {place[1]} of loader {place[0]}, and rank {self._rank} batch {self._place[2]} of "
+                    f"epoch {self._place[1]} of loader {self._place[0]}. All ranks must iterate over the same loaders in the same order, and leave "
+                    "a loop together."
                 )
         return [samples for *_, samples in words]
-
-    def finish(self) -> None:
-        """Hear what was still asked, when a loop is left."""
-        if self._work is not None:
-            with contextlib.suppress(DistributedOperationError):
-                self.answers()
 
     def _lost(self, error: RuntimeError) -> DistributedOperationError:
         return DistributedOperationError(describe_failure("Reading the next batch", self._group, error))

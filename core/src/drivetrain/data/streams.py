@@ -15,7 +15,7 @@ from drivetrain.data.iterable import Packet, Resume, RoundStream, StreamPosition
 from drivetrain.data.plan import Layout, cut_round
 from drivetrain.data.random import derive_seed
 from drivetrain.data.reader import END, ahead_of
-from drivetrain.data.rollcall import FAILED
+from drivetrain.data.rollcall import FAILED, Question
 from drivetrain.data.seeding import batch_seed
 from drivetrain.errors import CheckpointError, DistributedOperationError
 
@@ -338,18 +338,20 @@ class _Roll:
         self._next = index
         self._until_one_ends = until_one_ends
         self._counts: list[int] = []
+        self._question: Question | None = None
 
     def ask(self, packet: Any, failure: Exception | None) -> None:
         """Say what this rank has next."""
         if self._roll is not None:
             samples = FAILED if failure is not None else 0 if packet is END else packet[1]
-            self._roll.ask(self._epoch, self._next, samples)
+            self._question = self._roll.ask(self._epoch, self._next, samples)
             self._next += 1
 
     def answers(self) -> list[int]:
         """Every rank's samples, as far as they were asked."""
-        if self._roll is not None:
-            self._counts = self._roll.answers()
+        question, self._question = self._question, None
+        if question is not None:
+            self._counts = question.answers()
             if self._until_one_ends and 0 in self._counts:
                 self._roll = None
         return self._counts
@@ -366,6 +368,10 @@ class _Roll:
             )
 
     def finish(self) -> None:
-        """The loop is left."""
-        if self._roll is not None:
-            self._roll.finish()
+        """The loop is left: hear what was still asked."""
+        question, self._question = self._question, None
+        if question is not None and self._roll is not None:
+            try:
+                question.answers()
+            except DistributedOperationError as error:
+                self._roll.failure = error
