@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from drivetrain import Accelerator
+from drivetrain._plugins import get_registry
 from drivetrain.checkpoint import Manifest
 from drivetrain.errors import CheckpointError, UnsupportedError
 from drivetrain.testing.pairwise import pairwise
@@ -25,11 +26,12 @@ ROWS, BATCH = 24, 2
 class Run:
     """A training run over the plain rows of a data set, two rows per rank and micro-batch."""
 
-    def __init__(self, folder, precision="no", accumulation=1, weighted=False, seed=0, rebuild=True):
+    def __init__(self, folder, precision="no", accumulation=1, weighted=False, seed=0, rebuild=True, backend=None):
         set_seed(seed)
         handlers = [] if rebuild else [DistributedDataParallelKwargs(find_unused_parameters=True)]
         self.accelerator = Accelerator(
             cpu=True,
+            backend=backend,
             mixed_precision=precision,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
             project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=3),
@@ -206,6 +208,40 @@ def test_a_window_that_one_world_opened_is_closed_by_another(tmp_path, before, a
         assert step == expected[2] == 5
         for a, b in zip(weights, expected[1], strict=True):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def five_more(folder, backend=None, start=None, directory=None):
+    """Mean losses of five steps: of a fresh run after ``start`` steps and a save, or of one that goes on."""
+    run = Run(folder, accumulation=2, backend=backend)
+    if start is not None:
+        run.steps(start)
+        run.accelerator.save_state(directory)
+    else:
+        run.steps(3)
+        run.accelerator.load_state(directory)
+        assert int(run.micro) == 7
+        assert run.accelerator.step == 3
+    losses = torch.tensor(run.steps(5))
+    if run.accelerator.num_processes > 1:
+        dist.all_reduce(losses)
+    run.close()
+    return losses / run.accelerator.num_processes
+
+
+#: Every installed backend, with one process more than it needs where it takes several.
+PLACES = [
+    (name, size) for name in sorted(get_registry().specs("backend")) for size in ([1] if name == "single" else [2, 3])
+]
+
+
+def test_what_any_backend_saved_at_any_size_goes_on_under_any_other(tmp_path):
+    reference = forked(1, five_more, tmp_path, start=7, directory=tmp_path / "reference")[0]
+    for name, size in PLACES:  # inside a window: after 7 micro-batches of windows of 2
+        saved_by = forked(size, five_more, tmp_path, name, start=7, directory=tmp_path / f"{name}{size}")
+        assert all(torch.allclose(losses, reference, rtol=1e-5) for losses in saved_by), (name, size)
+    for (before, n), (after, m) in itertools.product(PLACES, repeat=2):
+        for losses in forked(m, five_more, tmp_path, after, directory=tmp_path / f"{before}{n}"):
+            assert torch.allclose(losses, reference, rtol=1e-5), (before, n, after, m)
 
 
 def test_numbers_limit_and_background(tmp_path):
