@@ -295,6 +295,48 @@ def test_weights_have_the_plain_model_s_names_under_ddp_and_compile(tmp_path):
         assert "optimizer[0].state.0.weight.momentum_buffer" in names
 
 
+class Adapted(torch.nn.Module):
+    """A frozen model inside, and a small trained part beside it, as adapters of large models are."""
+
+    def __init__(self):
+        super().__init__()
+        self.base_model = torch.nn.Linear(4, 3).requires_grad_(False)
+        self.adapter = torch.nn.Sequential(torch.nn.Linear(4, 1, bias=False), torch.nn.Linear(1, 3, bias=False))
+
+    def forward(self, x):
+        return self.base_model(x) + self.adapter(x)
+
+
+def adapted(folder, save=None):
+    torch.manual_seed(0 if save else 5)
+    accelerator = Accelerator(cpu=True)
+    model = Adapted()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(trained, lr=0.1))
+    losses = []
+    if not save:
+        accelerator.load_state(folder)
+    for i in range(3 if save else 2):
+        loss = model(torch.full((2, 4), float(accelerator.step))).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if save and i == 0:
+            accelerator.save_state(folder)
+    accelerator._finish_checkpoints()
+    return losses
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_adapters_on_a_frozen_model(tmp_path, before, after):
+    (expected, *_) = forked(before, adapted, tmp_path / "c", save=True)
+    stored = load_file(tmp_path / "c" / "model.safetensors")
+    assert sorted(stored) == ["adapter.0.weight", "adapter.1.weight", "base_model.bias", "base_model.weight"]
+    for losses in forked(after, adapted, tmp_path / "c"):
+        assert torch.allclose(torch.tensor(losses), torch.tensor(expected[1:]), rtol=1e-5)
+
+
 def test_errors_reach_the_script(tmp_path):
     run = Run(tmp_path)
     with pytest.raises(UnsupportedError, match="pickles, which checkpoints never hold"):

@@ -477,6 +477,27 @@ def test_a_replacement_that_was_cut_short_is_undone_on_load(tmp_path):
     assert reader.step == 1
 
 
+ENDS_AT_ONCE = """
+import sys, torch
+from drivetrain import Accelerator
+accelerator = Accelerator(cpu=True)
+accelerator.prepare(torch.nn.Linear(3_000_000, 1))
+if sys.argv[2:]:
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: __import__("os").symlink("/", folder + "/link"))
+accelerator.save_state(sys.argv[1], blocking=False)
+"""
+
+
+def test_the_end_of_the_program_waits_for_a_save_in_the_background(tmp_path):
+    command = [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path / "c")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert verify(tmp_path / "c").ok
+    assert ended.stderr == ""
+    ended = subprocess.run([*command, "fails"], capture_output=True, text=True, check=True, timeout=120)
+    assert "drivetrain-checkpoint failed at the program's end: a hook wrote link" in ended.stderr
+    assert verify(tmp_path / "c").ok
+
+
 def test_what_appears_late_is_waited_for(tmp_path):
     timer = threading.Timer(0.3, (tmp_path / "late").mkdir)
     timer.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +172,8 @@ def diff(ctx: click.Context, first: Location, second: Location, tolerance: float
     """
     with _open(first) as a, _open(second) as b:
         about = _different(_about(a.manifest), _about(b.manifest))
-        tensors = list(_tensor_differences(a, b, tolerance))
+        with _progress("comparing", length=max(a.manifest.size, b.manifest.size)) as bar:
+            tensors = list(_tensor_differences(a, b, tolerance, bar.update))
     if as_json:
         _print_json({"about": about, "tensors": tensors})
     else:
@@ -312,7 +313,9 @@ def _tensor_rows(directory: Location, manifest: Manifest) -> Iterator[dict[str, 
                 yield {"of": content, "name": name, "dtype": dtype_name(dtype), "shape": list(shape), "size": size}
 
 
-def _tensor_differences(a: Source, b: Source, tolerance: float) -> Iterator[dict[str, Any]]:
+def _tensor_differences(
+    a: Source, b: Source, tolerance: float, tell: Callable[[int], None]
+) -> Iterator[dict[str, Any]]:
     left, right = dict(_stores(a)), dict(_stores(b))
     for content in sorted({*left, *right}):
         names = [set(side[content].names()) if content in side else set() for side in (left, right)]
@@ -320,7 +323,9 @@ def _tensor_differences(a: Source, b: Source, tolerance: float) -> Iterator[dict
             if name not in names[0] or name not in names[1]:
                 text: str | None = f"only in {(b if name in names[1] else a).directory}"
             else:
-                text = _difference(left[content].read(name), right[content].read(name), tolerance)
+                values = left[content].read(name)
+                text = _difference(values, right[content].read(name), tolerance)
+                tell(values.nbytes)
             if text is not None:
                 yield {"of": content, "name": name, "difference": text}
 
