@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -349,7 +350,8 @@ def _difference(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> str | Non
 
 
 def _progress(label: str, **kwargs: Any) -> Any:
-    return click.progressbar(label=label, file=sys.stderr, **kwargs)
+    """A bar for people; logs and other programs get nothing of it."""
+    return click.progressbar(label=label, file=sys.stderr if sys.stderr.isatty() else io.StringIO(), **kwargs)
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
