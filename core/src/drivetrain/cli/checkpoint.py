@@ -130,14 +130,14 @@ def verify(ctx: click.Context, directory: Location) -> None:
 
 @checkpoint.command()
 @_directory
-@click.argument("output", type=click.Path(path_type=Path))
+@click.argument("output", type=_location)
 @click.option("--model", "index", default=0, show_default=True, help="Which model, in the order of prepare.")
 @click.option("--max-shard-size", default="10GB", show_default=True, help="Largest file, as in 10GB or 500MiB.")
 @click.option("--unsafe-serialization", is_flag=True, help="Write a pickle, for tools that read nothing else.")
-def export(directory: Location, output: Path, index: int, max_shard_size: str, unsafe_serialization: bool) -> None:
+def export(directory: Location, output: Location, index: int, max_shard_size: str, unsafe_serialization: bool) -> None:
     """Write a model's weights alone: model.safetensors, or shards with an index.
 
-    OUTPUT is a directory.
+    OUTPUT is a directory, or a URL that fsspec understands.
     """
     from drivetrain.checkpoint.capture import content_name
     from drivetrain.checkpoint.export import parse_size, save_model
@@ -153,9 +153,11 @@ def export(directory: Location, output: Path, index: int, max_shard_size: str, u
             for name in names:
                 weights[name] = store.read(name)
         weights.update((alias, weights[kept]) for alias, kept in models[index]["aliases"].items())
-        files = save_model(weights, output, max_shard_size=max_shard_size, safe_serialization=not unsafe_serialization)
+        files = save_model(
+            weights, str(output), max_shard_size=max_shard_size, safe_serialization=not unsafe_serialization
+        )
     for file in files:
-        click.echo(f"{file}  {size_text(file.stat().st_size)}")
+        click.echo(f"{file}{_size_of(file)}")
 
 
 @checkpoint.command()
@@ -226,8 +228,8 @@ def convert(source: Path, output: Path, key: str, max_shard_size: str, step: int
     if found.left_out:
         shown = ", ".join(found.left_out[:10]) + (" ..." if len(found.left_out) > 10 else "")
         click.echo(f"left out: {shown}", err=True)
-    for file in save_model(found.weights, output, max_shard_size=max_shard_size):
-        click.echo(f"{file}  {size_text(file.stat().st_size)}")
+    for file in save_model(found.weights, str(output), max_shard_size=max_shard_size):
+        click.echo(f"{file}{_size_of(file)}")
 
 
 def size_text(size: float) -> str:
@@ -241,6 +243,10 @@ def size_text(size: float) -> str:
     while size >= 1000 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
     return f"{size:.3g} {_UNITS[unit]}"
+
+
+def _size_of(file: Location) -> str:
+    return f"  {size_text(file.stat().st_size)}" if isinstance(file, Path) else ""
 
 
 def _summary(path: Location) -> dict[str, Any]:
