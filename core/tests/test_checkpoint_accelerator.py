@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from drivetrain import Accelerator
+from drivetrain._plugins import get_registry
 from drivetrain.checkpoint import Manifest
 from drivetrain.errors import CheckpointError, UnsupportedError
 from drivetrain.testing.pairwise import pairwise
@@ -25,11 +26,12 @@ ROWS, BATCH = 24, 2
 class Run:
     """A training run over the plain rows of a data set, two rows per rank and micro-batch."""
 
-    def __init__(self, folder, precision="no", accumulation=1, weighted=False, seed=0, rebuild=True):
+    def __init__(self, folder, precision="no", accumulation=1, weighted=False, seed=0, rebuild=True, backend=None):
         set_seed(seed)
         handlers = [] if rebuild else [DistributedDataParallelKwargs(find_unused_parameters=True)]
         self.accelerator = Accelerator(
             cpu=True,
+            backend=backend,
             mixed_precision=precision,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
             project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=3),
@@ -208,6 +210,44 @@ def test_a_window_that_one_world_opened_is_closed_by_another(tmp_path, before, a
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+def some_more(folder, backend=None, start=None, directory=None):
+    """Mean losses up to micro-batch 12: of a fresh run that saves after ``start``, or of one that goes on. The first that it has is counted from 0."""
+    run = Run(folder, accumulation=2, backend=backend)
+    if start is not None:
+        run.steps(start)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run.accelerator.save_state(directory)
+    else:
+        run.steps(2)
+        run.accelerator.load_state(directory)
+        assert run.accelerator.step == int(run.micro) // 2
+    first = int(run.micro)
+    losses = torch.tensor(run.steps(12 - first))
+    if run.accelerator.num_processes > 1:
+        dist.all_reduce(losses)
+    run.close()
+    return first, losses / run.accelerator.num_processes
+
+
+#: Every installed backend, with one process more than it needs where it takes several.
+PLACES = [
+    (name, size) for name in sorted(get_registry().specs("backend")) for size in ([1] if name == "single" else [2, 3])
+]
+
+
+def test_what_any_backend_saved_at_any_size_goes_on_under_any_other(tmp_path):
+    """Inside a window: after 7 micro-batches of windows of 2, or after 8 where the backend can save at the window's end only."""
+    _, reference = forked(1, some_more, tmp_path, start=7, directory=tmp_path / "reference")[0]
+    for name, size in PLACES:
+        for _, losses in forked(size, some_more, tmp_path, name, start=7, directory=tmp_path / f"{name}{size}"):
+            assert torch.allclose(losses, reference, rtol=1e-5), (name, size)
+    for (before, n), (after, m) in itertools.product(PLACES, repeat=2):
+        for first, losses in forked(m, some_more, tmp_path, after, directory=tmp_path / f"{before}{n}"):
+            assert first in (7, 8)
+            assert torch.allclose(losses, reference[first - 7 :], rtol=1e-4), (before, n, after, m)
+
+
 def test_numbers_limit_and_background(tmp_path):
     run = Run(tmp_path)
     for i in range(5):
@@ -253,6 +293,48 @@ def test_weights_have_the_plain_model_s_names_under_ddp_and_compile(tmp_path):
         assert sorted(stored) == ["0.bias", "0.weight", "1.bias", "1.weight"]
         names = load_file(tmp_path / str(size) / "optimizer.safetensors")
         assert "optimizer[0].state.0.weight.momentum_buffer" in names
+
+
+class Adapted(torch.nn.Module):
+    """A frozen model inside, and a small trained part beside it, as adapters of large models are."""
+
+    def __init__(self):
+        super().__init__()
+        self.base_model = torch.nn.Linear(4, 3).requires_grad_(False)
+        self.adapter = torch.nn.Sequential(torch.nn.Linear(4, 1, bias=False), torch.nn.Linear(1, 3, bias=False))
+
+    def forward(self, x):
+        return self.base_model(x) + self.adapter(x)
+
+
+def adapted(folder, save=None):
+    torch.manual_seed(0 if save else 5)
+    accelerator = Accelerator(cpu=True)
+    model = Adapted()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(trained, lr=0.1))
+    losses = []
+    if not save:
+        accelerator.load_state(folder)
+    for i in range(3 if save else 2):
+        loss = model(torch.full((2, 4), float(accelerator.step))).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if save and i == 0:
+            accelerator.save_state(folder)
+    accelerator._finish_checkpoints()
+    return losses
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_adapters_on_a_frozen_model(tmp_path, before, after):
+    (expected, *_) = forked(before, adapted, tmp_path / "c", save=True)
+    stored = load_file(tmp_path / "c" / "model.safetensors")
+    assert sorted(stored) == ["adapter.0.weight", "adapter.1.weight", "base_model.bias", "base_model.weight"]
+    for losses in forked(after, adapted, tmp_path / "c"):
+        assert torch.allclose(torch.tensor(losses), torch.tensor(expected[1:]), rtol=1e-5)
 
 
 def test_errors_reach_the_script(tmp_path):

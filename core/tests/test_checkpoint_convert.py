@@ -255,7 +255,7 @@ def test_a_payload_in_a_state_dict_never_runs_whatever_others_allow_in_the_proce
     with torch.serialization.safe_globals([os.mkdir]):
         with pytest.raises(CheckpointError, match=r"a\.bin (mentions \w+\.mkdir|holds more|can't be read)"):
             load_plain(tmp_path / "a.bin")
-        assert torch.serialization.get_safe_globals() == [os.mkdir]
+        assert os.mkdir in torch.serialization.get_safe_globals()
     assert not (tmp_path / "marker").exists()
 
 
@@ -294,5 +294,5 @@ def test_every_member_of_an_archive_is_data(tmp_path):
     """Code that some readers import from archives stays where it is."""
     torch.save(weights(), tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt", "a") as archive:
-        archive.writestr("archive/code/evil.py", "raise SystemExit")
+        archive.writestr("a/code/evil.py", "raise SystemExit")
     assert same(read_foreign_weights(tmp_path / "a.pt").weights, weights())

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 import zlib
@@ -21,7 +22,7 @@ import torch
 
 from drivetrain.checkpoint import CheckpointManager, Manifest, ProjectConfiguration, newest_checkpoint, verify
 from drivetrain.checkpoint import _files as files
-from drivetrain.checkpoint.commit import recover
+from drivetrain.checkpoint.commit import recover, wait_until_visible
 from drivetrain.errors import CheckpointError
 from drivetrain.testing.sessions import PlainSession
 
@@ -243,8 +244,30 @@ def test_an_error_in_the_background_shows_in_wait_and_in_the_next_save(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def read_only(tmp_path, monkeypatch):
+    """A file system at ``ro`` that takes nothing; where it may not be mounted, the error that it would give."""
+    (tmp_path / "ro").mkdir()
+    if (
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", tmp_path / "ro"], capture_output=True).returncode
+        == 0
+    ):
+        yield
+        subprocess.run(["umount", tmp_path / "ro"], check=True)
+        return
+    real = Path.mkdir
+
+    def mkdir(self, *args, **kwargs):
+        if "opening" in self.name:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    yield
+
+
 @pytest.mark.parametrize("place", ["file", "parent", "foreign", "readonly"])
-def test_places_that_cannot_hold_a_checkpoint(tmp_path, monkeypatch, place):
+def test_places_that_cannot_hold_a_checkpoint(tmp_path, request, place):
     path = tmp_path / "c"
     if place == "file":
         path.write_text("mine")
@@ -258,14 +281,8 @@ def test_places_that_cannot_hold_a_checkpoint(tmp_path, monkeypatch, place):
         (path / "notes.txt").write_text("mine")
         words = "holds other files and is no checkpoint"
     else:
-        real = Path.mkdir
-
-        def mkdir(self, *args, **kwargs):
-            if "opening" in self.name:
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
-            return real(self, *args, **kwargs)
-
-        monkeypatch.setattr(Path, "mkdir", mkdir)
+        request.getfixturevalue("read_only")
+        path = tmp_path / "ro" / "c"
         words = "Read-only file system. The file system is read-only: save elsewhere."
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CheckpointError) as caught:
@@ -458,6 +475,37 @@ def test_a_replacement_that_was_cut_short_is_undone_on_load(tmp_path):
     with pytest.warns(UserWarning, match="the earlier one is put back"):
         CheckpointManager(reader).load_state(path)
     assert reader.step == 1
+
+
+ENDS_AT_ONCE = """
+import sys, torch
+from drivetrain import Accelerator
+accelerator = Accelerator(cpu=True)
+accelerator.prepare(torch.nn.Linear(3_000_000, 1))
+if sys.argv[2:]:
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: __import__("os").symlink("/", folder + "/link"))
+accelerator.save_state(sys.argv[1], blocking=False)
+"""
+
+
+def test_the_end_of_the_program_waits_for_a_save_in_the_background(tmp_path):
+    command = [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path / "c")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert verify(tmp_path / "c").ok
+    assert ended.stderr == ""
+    ended = subprocess.run([*command, "fails"], capture_output=True, text=True, check=True, timeout=120)
+    assert "drivetrain-checkpoint failed at the program's end: a hook wrote link" in ended.stderr
+    assert verify(tmp_path / "c").ok
+
+
+def test_what_appears_late_is_waited_for(tmp_path):
+    timer = threading.Timer(0.3, (tmp_path / "late").mkdir)
+    timer.start()
+    wait_until_visible(tmp_path / "late", 30, rank=1)
+    assert (tmp_path / "late").is_dir()
+    timer.join()
+    with pytest.raises(CheckpointError, match=r"rank 1 doesn't see .*never.* isn't shared"):
+        wait_until_visible(tmp_path / "never", 0.05, rank=1)
 
 
 def test_a_folder_of_checkpoints_given_as_one_is_explained(tmp_path):

@@ -11,7 +11,16 @@ import torch
 from click.testing import CliRunner
 
 from drivetrain import Accelerator
-from drivetrain.checkpoint import CheckpointManager, Manifest, ProjectConfiguration, newest_checkpoint, verify
+from drivetrain.checkpoint import (
+    CheckpointManager,
+    Manifest,
+    ProjectConfiguration,
+    newest_checkpoint,
+    read_weights,
+    save,
+    save_model,
+    verify,
+)
 from drivetrain.checkpoint.location import RemotePath, locate
 from drivetrain.cli.checkpoint import checkpoint as command
 from drivetrain.errors import CheckpointError, ConfigurationError
@@ -314,6 +323,23 @@ def test_the_command_takes_urls(place, tmp_path):
     assert (tmp_path / "weights" / "model.safetensors").is_file()
     (locate(path) / "model.safetensors").write_bytes(b"")
     assert run("verify", path).exit_code == 1
+
+
+def test_a_model_alone(place):
+    state = {"a": torch.arange(4.0), "b": torch.ones(2, 2)}
+    files = save_model({**state, "tied": state["a"]}, f"{place}/model", max_shard_size=16)
+    assert [f.name for f in files][-1] == "model.safetensors.index.json"
+    found = read_weights(f"{place}/model")
+    assert found.keys() == {"a", "b", "tied"}
+    assert torch.equal(found["tied"], state["a"])
+    (file,) = save_model(state, f"{place}/model")  # shards of before are gone
+    assert set(locate(f"{place}/model").sizes()) == {"model.safetensors"}
+    assert str(file) == f"{place}/model/model.safetensors"
+    assert torch.equal(read_weights(str(file))["b"], state["b"])
+    save(state, f"{place}/one.safetensors", safe_serialization=True)
+    assert torch.equal(read_weights(f"{place}/one.safetensors")["a"], state["a"])
+    with pytest.raises(CheckpointError, match=f"{place}/nothing"):
+        read_weights(f"{place}/nothing")
 
 
 def test_settings_that_make_no_sense_with_a_url_are_refused(tmp_path):

@@ -97,6 +97,8 @@ class Window:
         owner = self._owner
         loader = owner.stack.active
         batch = None if loader is None else loader.batch
+        if owner.between_windows is not None and loader is None:
+            owner.between_windows()
         if self.last:
             self.index = 0
             if owner.ends_windows:
@@ -135,10 +137,7 @@ class Window:
     def __exit__(self, *exc: object) -> None:
         if not self._synced:
             self._set_sync(True)
-        owner = self._owner
-        owner.inside = self._outer
-        if owner.after_window is not None and self.last and exc[0] is None and owner.stack.active is None:
-            owner.after_window()
+        self._owner.inside = self._outer
 
     def _set_sync(self, sync: bool) -> None:
         set_gradient_sync = self._owner.backend.set_gradient_sync
@@ -325,8 +324,8 @@ class Accumulator:
         self._outside = Window(self, ())
         #: The window that ``step`` belongs to: the last one entered, or the one that the user cuts by hand.
         self.current = self._outside
-        #: Called at the end of a window outside of loops over loaders, which call `LoaderStack.after_batch`.
-        self.after_window: Callable[[], None] | None = None
+        #: Called before each micro-batch outside of loops over loaders, which call `LoaderStack.after_batch`.
+        self.between_windows: Callable[[], None] | None = None
         #: The window of the ``accumulate`` block that is running, if any.
         self.inside: Window | None = None
 

@@ -109,7 +109,7 @@ class _Reader:
         return content
 
     def numbered(self, stem: str, suffix: str) -> list[Any]:
-        found = []
+        found: list[Any] = []
         while (self.folder / (name := f"{content_name(stem, len(found))}{suffix}")).is_file():
             found.append(self.read(name))
         return found
@@ -135,7 +135,7 @@ class _Reader:
         return found
 
     def custom_objects(self) -> list[Any]:
-        found = []
+        found: list[Any] = []
         while (self.folder / (name := f"custom_checkpoint_{len(found)}.pkl")).is_file():
             found.append(self.read(name))
         return found
@@ -151,6 +151,10 @@ class _Reader:
         rest = sorted(p.name for p in self.folder.iterdir() if p.name not in self._seen)
         notes = [f"left out: {', '.join(rest)}"] if rest else []
         notes.append("loaders start at the beginning of an epoch: their positions aren't in such a directory")
+        if len(self.ranks()) > 1 and "scheduler.bin" in self._seen:
+            notes.append(
+                "schedulers count as they were saved: there they step once per process, here once per optimizer step. Give them lengths in optimizer steps"
+            )
         if no_step:
             notes.append("the optimizers count no steps: accelerator.step starts at 0 (or give --step)")
         return notes

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from drivetrain.checkpoint._files import explain_os_error, fsync_directory, temporary_name, write_file
 from drivetrain.checkpoint.layout import shard_file, shard_names
+from drivetrain.checkpoint.location import Location, RemotePath, locate
 from drivetrain.checkpoint.safetensors_format import SafetensorsReader, write_safetensors
 from drivetrain.checkpoint.tensors import is_dtensor, tensor_identity
 from drivetrain.errors import CheckpointError, ConfigurationError
@@ -60,7 +62,7 @@ def save_model(
     *,
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
-) -> list[Path]:
+) -> list[Location]:
     """Save a model's weights in the layout of ``save_pretrained``: ``model.safetensors``, or shards with ``model.safetensors.index.json``.
 
     Tied weights are stored once, with their other names in the file's metadata. Each file appears whole or not at all; files of an earlier save that
@@ -68,7 +70,7 @@ def save_model(
 
     Args:
         state: Tensors by name, put together (no DTensors); other values are refused, but for None.
-        directory: Where to; made if it doesn't exist.
+        directory: Where to, a path or a URL of fsspec's; made if it doesn't exist.
         max_shard_size: Largest file, in bytes or as in "10GB"; a larger tensor has a file of its own.
         safe_serialization: With False, ``pytorch_model.bin`` in pickle format, for tools that read nothing else.
 
@@ -84,6 +86,9 @@ def save_model(
         >>> [f.name for f in files]
         ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors', 'model.safetensors.index.json']
     """
+    place = locate(directory)
+    if isinstance(place, RemotePath):
+        return _save_remote(state, place, max_shard_size, safe_serialization)
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: give save_model a directory")
@@ -93,7 +98,7 @@ def save_model(
         aliases, tensors = {}, dict(_checked(state))  # torch.save keeps sharing within a file by itself
     limit = parse_size(max_shard_size)
     shards = shard_names({name: t.nbytes for name, t in tensors.items()}, limit) or [[]]
-    written: list[Path] = []
+    written: list[Location] = []
     with explain_os_error(f"the weights can't be saved in {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         for i, names in enumerate(shards):
@@ -120,6 +125,24 @@ def save_model(
     return written
 
 
+def _save_remote(
+    state: Mapping[str, Any], place: RemotePath, max_shard_size: int | str, safe_serialization: bool
+) -> list[Location]:
+    """Through a temporary directory; the index, or the only file, appears last."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = save_model(state, folder, max_shard_size=max_shard_size, safe_serialization=safe_serialization)
+        with explain_os_error(f"the weights can't be saved in {place}"):
+            for file in files:
+                assert isinstance(file, Path)
+                (place / file.name).upload(file)
+            stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
+            pattern, kept = _files_of(stem, suffix), {file.name for file in files}
+            for name in place.sizes():
+                if pattern.fullmatch(name) and name not in kept:
+                    (place / name).remove()
+    return [place / file.name for file in files]
+
+
 def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """All weights of a safetensors file, of a sharded set (by its directory or index), or of the first model of a checkpoint.
 
@@ -135,6 +158,9 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         >>> read_weights(folder)
         {'w': tensor([1.])}
     """
+    place = locate(path)
+    if isinstance(place, RemotePath):
+        return _read_remote(place)
     weights: dict[str, torch.Tensor] = {}
     for file, names in _weight_files(Path(path)):
         with SafetensorsReader(file) as reader:
@@ -147,6 +173,24 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
             others = {a: k for a, k in reader.metadata.items() if k in present and a not in present and a != "format"}
         weights.update((alias, weights[kept]) for alias, kept in others.items() if kept in weights)
     return weights
+
+
+def _read_remote(place: RemotePath) -> dict[str, torch.Tensor]:
+    """Through copies in a temporary directory."""
+    with tempfile.TemporaryDirectory() as folder, explain_os_error(f"{place} can't be read"):
+        single = place.is_file()
+        names = (
+            [place.name] if single else [n for n in place.sizes() if _files_of("model", ".safetensors").fullmatch(n)]
+        )
+        base = place.parent if single else place
+        if single and place.name.endswith(".json"):
+            names = [n for n in base.sizes() if n == place.name or n.endswith(".safetensors")]
+        for name in names:
+            (base / name).download(Path(folder, name))
+        try:
+            return read_weights(Path(folder, place.name) if single else folder)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(folder, str(base))) from None
 
 
 def load_model_weights(
@@ -219,6 +263,12 @@ def save(
     process = process or ProcessInfo()
     if (process.local_rank if save_on_each_node else process.rank) != 0:
         return
+    place = locate(f)
+    if isinstance(place, RemotePath):
+        with tempfile.TemporaryDirectory() as folder, explain_os_error(f"{place} can't be saved"):
+            save(obj, Path(folder, place.name), safe_serialization=safe_serialization)
+            place.upload(Path(folder, place.name))
+        return
     path = Path(f)
     with explain_os_error(f"{path} can't be saved"), _replacing(path) as temporary:
         if safe_serialization:
@@ -275,8 +325,12 @@ def _replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def _remove_stale(folder: Path, stem: str, suffix: str, *, keep: Iterable[Path]) -> None:
-    pattern = re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?" + re.escape(suffix) + r"(\.index\.json)?")
+def _files_of(stem: str, suffix: str) -> re.Pattern[str]:
+    return re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?" + re.escape(suffix) + r"(\.index\.json)?")
+
+
+def _remove_stale(folder: Path, stem: str, suffix: str, *, keep: Iterable[Location]) -> None:
+    pattern = _files_of(stem, suffix)
     kept = set(keep)
     for path in folder.iterdir():
         if pattern.fullmatch(path.name) and path not in kept:

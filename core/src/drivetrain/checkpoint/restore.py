@@ -14,7 +14,7 @@ from drivetrain.checkpoint.plain import decode
 from drivetrain.checkpoint.session import Session
 from drivetrain.checkpoint.source import Source
 from drivetrain.checkpoint.store import TensorStore
-from drivetrain.checkpoint.tensors import is_dtensor, is_sharded
+from drivetrain.checkpoint.tensors import is_dtensor, is_sharded, like_dtensor, local_region
 from drivetrain.errors import CheckpointError
 from drivetrain.interfaces.shards import Shards
 
@@ -246,7 +246,9 @@ def _window(
     saved, here = source.manifest.world_size, session.backend.data_world_size
     # Gradients reach the optimizer as a mean over the data ranks of today; a sum must not depend on their number.
     factor = about["data_world_size"] / here if about["reduction"] == "sum" else 1.0
-    if saved == session.process.world_size and about["data_world_size"] == here and own is not None:
+    same = saved == session.process.world_size and about["data_world_size"] == here
+    # Where ranks now share one gradient by its shards, what each had for itself must be combined.
+    if own is not None and same and not (_shares_gradients(session) and any(own["gradients"])):
         window, gradients = own["window"], own["gradients"]
     else:
         if len(source.manifest.ranks) != saved:
@@ -261,6 +263,10 @@ def _window(
             if f"{i}.{canonical(name)}" in store:
                 gradients[i][canonical(name)] = store.read_like(f"{i}.{canonical(name)}", parameter) * factor
     return window, gradients
+
+
+def _shares_gradients(session: Session) -> bool:
+    return any(is_dtensor(p) for model in session.models for p in session.backend.unwrap(model).parameters())
 
 
 def _mean_window(source: Source, factor: float) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -335,9 +341,18 @@ def _set_gradients(session: Session, gradients: Sequence[Mapping[str, torch.Tens
         saved = gradients[i] if i < len(gradients) else {}
         for name, parameter in session.backend.unwrap(model).named_parameters():
             gradient = saved.get(canonical(name))
+            if gradient is not None and is_dtensor(parameter) and not is_dtensor(gradient):
+                gradient = _part_of(gradient, parameter)
             if gradient is None:
                 parameter.grad = None
             elif parameter.grad is not None and not is_dtensor(gradient):
                 parameter.grad.copy_(gradient)  # it may be a view into a bucket
             else:
                 parameter.grad = gradient.to(parameter.device)
+
+
+def _part_of(gradient: torch.Tensor, parameter: Any) -> Any:
+    """This rank's shard of a whole gradient."""
+    offsets, sizes = local_region(parameter)
+    region = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+    return like_dtensor(gradient[region].contiguous(), parameter)

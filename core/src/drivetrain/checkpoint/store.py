@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from drivetrain.checkpoint.layout import Piece, piece_key
-from drivetrain.checkpoint.tensors import is_dtensor, local_region
+from drivetrain.checkpoint.tensors import is_dtensor, like_dtensor, local_region
 from drivetrain.errors import CheckpointError
 from drivetrain.interfaces.checkpoint_format import TensorReader
 from drivetrain.interfaces.shards import Shards
@@ -130,17 +130,7 @@ class TensorStore:
             return template.like(lambda offsets, sizes: self.read(name, offsets, sizes))
         if not is_dtensor(template):
             return self.read(name, shared=shared)
-        from torch.distributed.tensor import DTensor
-
-        local = self.read(name, *local_region(template)).to(template.to_local().device)
-        return DTensor.from_local(
-            local,
-            template.device_mesh,
-            template.placements,
-            run_check=False,
-            shape=template.shape,
-            stride=template.stride(),
-        )
+        return like_dtensor(self.read(name, *local_region(template)), template)
 
     def _real(self, name: str) -> str:
         real = self._aliases.get(name, name)

@@ -17,6 +17,7 @@ __all__ = [
     "dtype_name",
     "is_dtensor",
     "is_sharded",
+    "like_dtensor",
     "local_blocks",
     "local_region",
     "raw_view",
@@ -100,6 +101,20 @@ def local_region(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
             f"a DTensor with placements {value.placements} can't be stored by its shards: {error}"
         ) from error
     return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def like_dtensor(local: torch.Tensor, template: Any) -> Any:
+    """A DTensor laid out as ``template`` is, of this rank's part of it."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local.to(template.to_local().device),
+        template.device_mesh,
+        template.placements,
+        run_check=False,
+        shape=template.shape,
+        stride=template.stride(),
+    )
 
 
 def raw_view(tensor: torch.Tensor) -> memoryview:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,14 +130,14 @@ def verify(ctx: click.Context, directory: Location) -> None:
 
 @checkpoint.command()
 @_directory
-@click.argument("output", type=click.Path(path_type=Path))
+@click.argument("output", type=_location)
 @click.option("--model", "index", default=0, show_default=True, help="Which model, in the order of prepare.")
 @click.option("--max-shard-size", default="10GB", show_default=True, help="Largest file, as in 10GB or 500MiB.")
 @click.option("--unsafe-serialization", is_flag=True, help="Write a pickle, for tools that read nothing else.")
-def export(directory: Location, output: Path, index: int, max_shard_size: str, unsafe_serialization: bool) -> None:
+def export(directory: Location, output: Location, index: int, max_shard_size: str, unsafe_serialization: bool) -> None:
     """Write a model's weights alone: model.safetensors, or shards with an index.
 
-    OUTPUT is a directory.
+    OUTPUT is a directory, or a URL that fsspec understands.
     """
     from drivetrain.checkpoint.capture import content_name
     from drivetrain.checkpoint.export import parse_size, save_model
@@ -152,9 +153,11 @@ def export(directory: Location, output: Path, index: int, max_shard_size: str, u
             for name in names:
                 weights[name] = store.read(name)
         weights.update((alias, weights[kept]) for alias, kept in models[index]["aliases"].items())
-        files = save_model(weights, output, max_shard_size=max_shard_size, safe_serialization=not unsafe_serialization)
+        files = save_model(
+            weights, str(output), max_shard_size=max_shard_size, safe_serialization=not unsafe_serialization
+        )
     for file in files:
-        click.echo(f"{file}  {size_text(file.stat().st_size)}")
+        click.echo(f"{file}{_size_of(file)}")
 
 
 @checkpoint.command()
@@ -172,7 +175,8 @@ def diff(ctx: click.Context, first: Location, second: Location, tolerance: float
     """
     with _open(first) as a, _open(second) as b:
         about = _different(_about(a.manifest), _about(b.manifest))
-        tensors = list(_tensor_differences(a, b, tolerance))
+        with _progress("comparing", length=max(a.manifest.size, b.manifest.size)) as bar:
+            tensors = list(_tensor_differences(a, b, tolerance, bar.update))
     if as_json:
         _print_json({"about": about, "tensors": tensors})
     else:
@@ -224,8 +228,8 @@ def convert(source: Path, output: Path, key: str, max_shard_size: str, step: int
     if found.left_out:
         shown = ", ".join(found.left_out[:10]) + (" ..." if len(found.left_out) > 10 else "")
         click.echo(f"left out: {shown}", err=True)
-    for file in save_model(found.weights, output, max_shard_size=max_shard_size):
-        click.echo(f"{file}  {size_text(file.stat().st_size)}")
+    for file in save_model(found.weights, str(output), max_shard_size=max_shard_size):
+        click.echo(f"{file}{_size_of(file)}")
 
 
 def size_text(size: float) -> str:
@@ -239,6 +243,10 @@ def size_text(size: float) -> str:
     while size >= 1000 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
     return f"{size:.3g} {_UNITS[unit]}"
+
+
+def _size_of(file: Location) -> str:
+    return f"  {size_text(file.stat().st_size)}" if isinstance(file, Path) else ""
 
 
 def _summary(path: Location) -> dict[str, Any]:
@@ -312,7 +320,9 @@ def _tensor_rows(directory: Location, manifest: Manifest) -> Iterator[dict[str, 
                 yield {"of": content, "name": name, "dtype": dtype_name(dtype), "shape": list(shape), "size": size}
 
 
-def _tensor_differences(a: Source, b: Source, tolerance: float) -> Iterator[dict[str, Any]]:
+def _tensor_differences(
+    a: Source, b: Source, tolerance: float, tell: Callable[[int], None]
+) -> Iterator[dict[str, Any]]:
     left, right = dict(_stores(a)), dict(_stores(b))
     for content in sorted({*left, *right}):
         names = [set(side[content].names()) if content in side else set() for side in (left, right)]
@@ -320,7 +330,9 @@ def _tensor_differences(a: Source, b: Source, tolerance: float) -> Iterator[dict
             if name not in names[0] or name not in names[1]:
                 text: str | None = f"only in {(b if name in names[1] else a).directory}"
             else:
-                text = _difference(left[content].read(name), right[content].read(name), tolerance)
+                values = left[content].read(name)
+                text = _difference(values, right[content].read(name), tolerance)
+                tell(values.nbytes)
             if text is not None:
                 yield {"of": content, "name": name, "difference": text}
 
@@ -344,7 +356,8 @@ def _difference(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> str | Non
 
 
 def _progress(label: str, **kwargs: Any) -> Any:
-    return click.progressbar(label=label, file=sys.stderr, **kwargs)
+    """A bar for people; logs and other programs get nothing of it."""
+    return click.progressbar(label=label, file=sys.stderr if sys.stderr.isatty() else io.StringIO(), **kwargs)
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:

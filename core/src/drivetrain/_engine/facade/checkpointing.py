@@ -172,8 +172,8 @@ class CheckpointFacade:
 
     def _defer(self, save: tuple[Any, dict[str, Any]] | None) -> None:
         self._deferred = save
-        # After a batch the loop's body has run to its end, with the scheduler's step; outside of loaders the window's end is all there is.
-        self.gradient_state.after_window = self._loader_stack.after_batch = (
+        # After a batch the loop's body has run to its end, with the scheduler's step; outside of loaders it has when the next window begins.
+        self.gradient_state.between_windows = self._loader_stack.after_batch = (
             None if save is None else self._save_deferred
         )
 
