@@ -1,4 +1,5 @@
 import importlib.util
+import logging
 import pathlib
 import subprocess
 import sys
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 
 from drivetrain.errors import ConfigurationError, TrackerError
-from drivetrain.tracking import TrackerHub, TrackingOptions
+from drivetrain.tracking import TrackerHub, TrackingOptions, read_spool
+from drivetrain.tracking.sync import find_spools
 from drivetrain_comet.plugin import SPEC
 
 
@@ -72,3 +74,19 @@ def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):
     hub.finish()
     assert not list((tmp_path / "tmp").iterdir())
     assert [p.suffix for p in (tmp_path / "logs").iterdir()] == [".zip"]
+
+
+def test_online_without_a_network_keeps_values_within_its_bound(tmp_path, monkeypatch, caplog):
+    """A server that refuses connections, so that nothing leaves this machine."""
+    monkeypatch.setenv("COMET_API_KEY", "a" * 25)
+    monkeypatch.setenv("COMET_URL_OVERRIDE", "http://127.0.0.1:9/clientlib/")
+    bounds = TrackingOptions(interval=0.0, start_timeout=1.0, finish_timeout=1.0, retry_after=60.0)
+    hub = TrackerHub.from_plan([SPEC], logging_dir=tmp_path, options=bounds)
+    with caplog.at_level(logging.WARNING, "drivetrain.tracking"):
+        hub.start("p", None, {"comet": {"mode": "online", **QUIET}})
+        hub.log({"x": 1.0}, step=1)
+        assert not hub.finish()
+    [spool] = find_spools(tmp_path)
+    assert [r.payload for r in read_spool(spool)[1]] == [{"x": 1.0}]
+    assert len([r for r in caplog.records if r.name == "drivetrain.tracking" and "until it has" in r.getMessage()]) <= 1
+    assert "aaaaaaaa" not in "".join(r.getMessage() for r in caplog.records if r.name == "drivetrain.tracking")

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from mlflow import MlflowClient
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.tracking import TrackerHub, TrackingOptions
@@ -15,13 +14,6 @@ from drivetrain_mlflow.plugin import SPEC
 _spec = importlib.util.spec_from_file_location("mlflow_reader", pathlib.Path(__file__).with_name("mlflow_reader.py"))
 mlflow_reader = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(mlflow_reader)
-
-
-@pytest.fixture(scope="module")
-def empty_database(tmp_path_factory):
-    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
-    return path
 
 
 @pytest.fixture

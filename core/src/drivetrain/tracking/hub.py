@@ -322,7 +322,7 @@ class TrackerHub(LoggingCalls):
         else:
             numbers, weights = call.read()
             call.future.set_result(reduce_rows(reduce, [numbers], [weights]))
-        if self._lanes and self.process.rank == 0:
+        if self._hears("log") and self.process.rank == 0:
             record = self._record("row", "", dict.fromkeys(call.names), step, len(call.names))
             record.pending = results
             self._enqueue(record, log_kwargs, only)
