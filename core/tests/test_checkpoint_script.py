@@ -18,7 +18,7 @@ from drivetrain.checkpoint import Keep, Manifest
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.specs import Capability
 from drivetrain.testing.launching import marked_processes
-from drivetrain.tracking import read_run
+from drivetrain.tracking import TrackingOptions, read_run
 
 
 def build(folder, **settings):
@@ -262,7 +262,10 @@ def test_a_deferred_save_whose_window_never_ends_is_told(tmp_path):
 
 def test_trackers_hear_of_each_checkpoint_and_their_runs_go_on(tmp_path):
     def run(**settings):
-        accelerator, model, optimizer, *_ = build(tmp_path, log_with="jsonl", resume="auto", **settings)
+        facts = [TrackingOptions(run_facts=True)]
+        accelerator, model, optimizer, *_ = build(
+            tmp_path, log_with="jsonl", resume="auto", kwargs_handlers=facts, **settings
+        )
         accelerator.init_trackers("demo")
         directory = accelerator.get_tracker("jsonl", unwrap=True)
         for _ in accelerator.epochs(accelerator.step + 1):

@@ -76,7 +76,9 @@ def test_one_switch_logs_what_the_run_is(tmp_path, monkeypatch):
     texts = {m.name: (m.step, m.data) for m in run.find("text")}
     assert "precision" in texts["drivetrain/explain"][1] and "Chosen" in explained
     assert "python" in texts["drivetrain/environment"][1] and "sesame-open" not in json.dumps(run.config) + str(texts)
-    assert texts["drivetrain/checkpoint_saved"] == (2, path) and texts["drivetrain/checkpoint_loaded"] == (2, path)
+    assert [v for _, v in run.series("checkpoint/path")] == [path] and [
+        v for _, v in run.series("checkpoint/step")
+    ] == [2]
     steps = [step for step, rss in run.series("memory/process_rss") if rss > 0]
     assert steps == [1, 2, 2, 2]  # with each log_training, at the checkpoint, at its loading
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from drivetrain._engine.collecting import Sections
 from drivetrain._plugins import get_registry
+from drivetrain._plugins.known import known_plugins
 from drivetrain.config import variable
 from drivetrain.config.describing import described
 from drivetrain.config.handlers import CORE_OPTIONS
@@ -51,7 +52,7 @@ def tables() -> str:
 
 def _is_ours(cls: type) -> bool:
     """Of this repository: pages don't depend on what else is installed."""
-    return cls.__module__.split(".")[0] in ("drivetrain", "drivetrain_ddp", "drivetrain_tensorboard")
+    return cls.__module__.split(".")[0] in {"drivetrain", *(f"drivetrain_{name}" for name in known_plugins())}
 
 
 def _accepted(cls: type) -> str:

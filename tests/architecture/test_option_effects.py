@@ -34,6 +34,7 @@ from .option_probes import (  # noqa: F401
     launching,
     look,
     projects,
+    tracker_systems,
     trackers,
 )
 
@@ -101,6 +102,7 @@ WRITTEN = {
     "DistributedDataParallelKwargs.comm_wrapper": "no",
     "DistributedDataParallelKwargs.comm_state_option": {},
     "LocalOptions.rdzv_conf": {"timeout": 5},
+    "MlflowOptions.tags": {"a": "b"},
 }
 IN_PYTHON_ONLY = {"ProfileKwargs.on_trace_ready"}
 #: What an options class needs for its spec to be chosen.
@@ -108,6 +110,10 @@ CHOSEN_BY = {
     "DistributedDataParallelKwargs": {"backend": "ddp"},
     "JsonlOptions": {"log_with": "jsonl", "project_dir": "here"},
     "TensorBoardOptions": {"log_with": "tensorboard", "project_dir": "here"},
+    "CometOptions": {"log_with": "comet", "project_dir": "here"},
+    "MlflowOptions": {"log_with": "mlflow", "project_dir": "here"},
+    "NeptuneOptions": {"log_with": "neptune", "project_dir": "here"},
+    "WandbOptions": {"log_with": "wandb", "project_dir": "here"},
     "log_with": {"project_dir": "here"},
 }
 

@@ -12,16 +12,6 @@ mlflow_reader = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(mlflow_reader)
 
 
-@pytest.fixture(scope="module")
-def empty_database(tmp_path_factory):
-    """A database with all its tables: making them takes seconds, copying it none."""
-    from mlflow import MlflowClient
-
-    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
-    return path
-
-
 class TestMlflow(TrackerConformance):
     spec = SPEC
 

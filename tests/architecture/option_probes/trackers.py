@@ -107,6 +107,33 @@ def interval(value, folder):
         return soon(lambda: tracker.rows, 3.0 if value < 1 else 0.3)
 
 
+@effect("TrackingOptions.run_facts", (False, False), (True, True))
+def run_facts(value, folder):
+    """Whether checkpoints come with memory."""
+    tracker = Recorder()
+    with tracking(folder, tracker, run_facts=value) as accelerator:
+        accelerator.save_state(folder / "saved")
+    return any("memory/process_rss" in values for _, values in tracker.rows)
+
+
+@effect("TrackingOptions.reduce_timeout", (0.1, [True, False]), (600.0, [False, False]), ranks=2)
+def reduce_timeout(value, folder):
+    """Whether a call that a process doesn't take part in, and nothing proves that it won't, fails on the other."""
+    import torch.distributed as dist
+
+    with tracking(folder / str(dist.get_rank()), Recorder(), reduce_timeout=value) as accelerator:
+        if accelerator.is_main_process:
+            accelerator.log({"loss": 1.0}, reduce="mean")
+        failed = soon(lambda: accelerator._hub._reducer.error, 5.0 if value < 1 else 3.0)
+        accelerator._hub._reducer.error = None
+        dist.barrier()
+        if not accelerator.is_main_process:
+            accelerator.log({"loss": 1.0}, reduce="mean")  # the other one's call, if it still waits
+        accelerator._hub._reducer.wait(0.5 if value < 1 else 20.0)
+        accelerator._hub._reducer.error = None
+        return bool(failed)
+
+
 @effect("TrackingOptions.spool_directory", ("a", {"a"}), ("b", {"b"}))
 def spool_directory(value, folder):
     with tracking(folder, Recorder(failures=1), spool_directory=str(folder / value), retry_after=60.0) as accelerator:

@@ -54,7 +54,8 @@ def check_keywords(
         ConfigurationError: Naming the first one, with the nearest that there is.
 
     Example:
-        >>> check_keywords("toy", ["colour"], lambda color=None: None, own=Options)
+        >>> from drivetrain.tracking import TrackingOptions
+        >>> check_keywords("toy", ["colour"], lambda color=None: None, own=TrackingOptions)
         Traceback (most recent call last):
         ...
         drivetrain.errors.ConfigurationError: The tracker 'toy' has no option 'colour'. Did you mean 'color'?

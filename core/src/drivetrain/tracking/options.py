@@ -23,7 +23,8 @@ class TrackingOptions(Options):
         retry_at_most: See ``retry_after``.
         most_pending: Values that may wait in memory for one tracker; more than that go to disk.
         interval: Seconds for which values are collected before they are handed to the tracker.
-        run_facts: Also log the configuration, the environment, the git commit, ``explain()``, checkpoints, and memory at checkpoints and with ``log_training``.
+        run_facts: Also log the configuration, the environment, the git commit, ``explain()``, checkpoints that were
+            saved, and memory at checkpoints and with ``log_training``.
         spool_directory: Where values go that could not be delivered. Default: ``drivetrain-spool`` in the logging directory, or else here.
 
     Example:

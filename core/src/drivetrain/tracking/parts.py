@@ -83,8 +83,8 @@ def join_text(parts: Mapping[str, str]) -> dict[str, str]:
         if not (mark and number.isdigit() and base in parts):
             joined[name] = text
     for name in joined:
-        number = 2
-        while (part := f"{name}{_MARK}{number}") in parts:
+        count = 2
+        while (part := f"{name}{_MARK}{count}") in parts:
             joined[name] += parts[part]
-            number += 1
+            count += 1
     return joined

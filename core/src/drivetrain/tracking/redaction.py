@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 
+from drivetrain._plugins.known import known_plugins
 from drivetrain.config.secrets import LEFT_OUT, without_secrets
 
 __all__ = ["Redactor", "is_secret_name"]
@@ -57,10 +58,6 @@ _ACCESS = frozenset(
         "huggingface",
         "github",
         "gitlab",
-        "wandb",
-        "comet",
-        "neptune",
-        "mlflow",
         "openai",
         "anthropic",
         "aws",
@@ -94,7 +91,7 @@ def is_secret_name(name: str) -> bool:
     if words[-1] in _SECRETS:
         return True
     if words[-1] in ("key", "token"):
-        return words == ["token"] or (len(words) > 1 and words[-2] in _ACCESS)
+        return words == ["token"] or (len(words) > 1 and (words[-2] in _ACCESS or words[-2] in known_plugins()))
     return False
 
 

@@ -29,8 +29,6 @@ from drivetrain.errors import ConfigurationError, DistributedOperationError, Tra
 from drivetrain.tracking.values import PendingValues, Snapshot
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from drivetrain.specs import ProcessInfo
 
 __all__ = ["REDUCTIONS", "Call", "Reducer", "caller", "check_reduction", "make_call", "reduce_rows"]
@@ -92,7 +90,7 @@ class Reducer:
         self._queue: SimpleQueue[Call | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._store: Any = None
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
         self._calls = 0
         self._progress = 0
         self._unfinished = 0
@@ -239,7 +237,7 @@ class Reducer:
 
         world = self._process.world_size
         if self._group is None:
-            store = dist.PrefixStore(f"{self._prefix}/gloo", self._store)
+            store = dist.distributed_c10d.PrefixStore(f"{self._prefix}/gloo", self._store)
             self._group = dist.ProcessGroupGloo(store, self._process.rank, world, timedelta(seconds=self._timeout))
         rows = [torch.empty_like(tensor) for _ in range(world)]
         self._group.allgather([rows], [tensor]).wait()
@@ -252,7 +250,7 @@ class Reducer:
         members(None)  # says what is wrong, if there is no process group
         import torch.distributed as dist
 
-        store = dist.distributed_c10d._get_default_store()
+        store: Any = dist.distributed_c10d._get_default_store()
         try:
             return store.clone()
         except (AttributeError, RuntimeError):

@@ -77,6 +77,7 @@ class WandbTracker(Tracker):
             TrackerError: If wandb is to be online and has no key.
         """
         import wandb
+        from wandb.errors import UsageError
 
         check_keywords("wandb", self._keywords, wandb.init, own=WandbOptions, taken=("project", "mode"))
         options, context = self._options, self.context
@@ -95,7 +96,7 @@ class WandbTracker(Tracker):
         keywords["settings"] = self._settings(wandb, keywords.get("settings"))
         try:
             run = wandb.init(project=_project(context.project_name), id=self._id, mode=options.mode, **keywords)
-        except wandb.UsageError as error:
+        except UsageError as error:
             raise TrackerError(f"Weights & Biases refuses to start: {error}. Offline: mode='offline'.") from error
         run.define_metric(STEP, hidden=True)
         run.define_metric("*", step_metric=STEP, step_sync=True)

@@ -37,7 +37,7 @@ class CheckpointFacade:
     _manager: CheckpointManager | None = None
     #: A save that was asked for inside a window, and is made at its end: directory and keywords.
     _deferred: tuple[Any, dict[str, Any]] | None = None
-    _log_checkpoint: Callable[[str, str], None]
+    _log_memory: Callable[[], None]
 
     @property
     def _checkpoints(self) -> CheckpointManager:
@@ -68,8 +68,8 @@ class CheckpointFacade:
         )
 
     def _tell_trackers(self, record: SaveRecord) -> None:
-        """Log a checkpoint where experiments are tracked; called on the thread that wrote it."""
-        if not self._hub.trackers:
+        """Log a checkpoint where experiments are tracked and facts of the run are asked for; called on the thread that wrote it."""
+        if not self._hub.options.run_facts or not self._hub.trackers:
             return
         facts = {
             "path": str(record.path),
@@ -150,7 +150,7 @@ class CheckpointFacade:
             )
         path = self._save_or_defer(output_dir, blocking=blocking, metadata=metadata)
         self._met(2)
-        self._log_checkpoint("saved", path)
+        self._log_memory()
         return path
 
     def _save_or_defer(self, directory: str | os.PathLike[str] | None, **how: Any) -> str:
@@ -209,7 +209,7 @@ class CheckpointFacade:
         """
         path = str(self._checkpoints.load_state(input_dir, strict=strict, verify=verify))
         self._loaded()
-        self._log_checkpoint("loaded", path)
+        self._log_memory()
         return path
 
     def _loaded(self) -> None:

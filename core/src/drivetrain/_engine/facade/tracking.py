@@ -154,12 +154,11 @@ class TrackingFacade:
             row.update(memory_facts(self._accelerator))
         self._hub.log({**row, **(values or {})}, self._step if step is None else step, log_kwargs)
 
-    def _log_checkpoint(self, event: str, path: str) -> None:
-        """Log that a checkpoint was saved or loaded, and memory at that time, if facts are logged."""
+    def _log_memory(self) -> None:
+        """Log memory as it is at a checkpoint, if facts of the run are logged."""
         if self._logs_facts and self._hub.trackers:
             from drivetrain._engine.run_facts import memory_facts
 
-            self._hub.log_text(f"drivetrain/checkpoint_{event}", path, self._step)
             self._hub.log(memory_facts(self._accelerator), self._step)
 
     @property
