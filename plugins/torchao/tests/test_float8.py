@@ -218,7 +218,7 @@ def test_windows_and_clipping(recipe):
 
 def test_a_checkpoint_has_the_plain_names_and_goes_on_bit_for_bit(tmp_path):
     def train(accelerator, model, optimizer, count):
-        for i in range(count):
+        for _ in range(count):
             x = torch.randn(8, 8, generator=torch.Generator().manual_seed(accelerator.step))
             accelerator.backward(model(x).pow(2).mean())
             optimizer.step()
