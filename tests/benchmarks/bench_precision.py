@@ -43,9 +43,7 @@ def parts(width: int, rows: int, batches: int) -> tuple:
     world = dist.get_world_size() if dist.is_initialized() else 1
     generator = torch.Generator().manual_seed(1)
     count = rows * batches * world
-    data = TensorDataset(
-        torch.randn(count, width, generator=generator), torch.randn(count, 8, generator=generator)
-    )
+    data = TensorDataset(torch.randn(count, width, generator=generator), torch.randn(count, 8, generator=generator))
     return model, optimizer, scheduler, data
 
 
@@ -90,7 +88,9 @@ def with_drivetrain(precision: str, k: int, width: int, rows: int, batches: int)
         gradient_accumulation_steps=k,
         kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
     )
-    model, optimizer, scheduler, loader = accelerator.prepare(bare, optimizer, scheduler, DataLoader(data, batch_size=rows))
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        bare, optimizer, scheduler, DataLoader(data, batch_size=rows)
+    )
 
     def epoch() -> Iterator[None]:
         for x, y in loader:
@@ -116,8 +116,7 @@ def compare(precision: str, k: int, args: argparse.Namespace) -> tuple[list[Row]
     made = {"hand": by_hand(precision, k, *size), "drivetrain": with_drivetrain(precision, k, *size)}
     sent = {name: count_collectives(lambda e=epoch: list(e())) for name, (_, epoch) in made.items()}
     apart = max(
-        float((a - b).abs().max())
-        for a, b in zip(*(model.parameters() for model, _ in made.values()), strict=True)
+        float((a - b).abs().max()) for a, b in zip(*(model.parameters() for model, _ in made.values()), strict=True)
     )
     told = "" if sent["hand"] == sent["drivetrain"] else f"collectives {sent['drivetrain']}, by hand {sent['hand']}; "
     told += f"weights differ by {apart:.1e}" if apart > 1e-5 else ""
