@@ -81,7 +81,7 @@ def test_accelerates_names_lead_to_their_plugins(space, name, plugin):
 
 def test_what_is_not_released_has_no_install_command():
     commands = {name: plugin.install_command for name, plugin in known_plugins().items() if plugin.install_command}
-    available = ("comet", "ddp", "fsdp", "mlflow", "neptune", "tensorboard", "wandb")
+    available = ("comet", "ddp", "fsdp", "mlflow", "neptune", "tensorboard", "torchao", "wandb")
     assert commands == {name: f'pip install "drivetrain[{name}]"' for name in available}
 
 
