@@ -173,9 +173,12 @@ def test_contradictions_are_refused(options, message):
         AORecipeKwargs(**options)
 
 
-def test_a_foreign_config_is_refused():
-    with pytest.raises(ConfigurationError, match="takes torchao's Float8LinearConfig, not a dict"):
-        Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(config={})])
+@pytest.mark.parametrize(
+    ("config", "message"), [({}, "config"), (object(), "takes torchao's Float8LinearConfig, not <object")]
+)
+def test_a_foreign_config_is_refused(config, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(config=config)])
 
 
 # -- training --------------------------------------------------------------------------------------------------------------
