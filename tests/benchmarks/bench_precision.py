@@ -135,13 +135,13 @@ def compare(precision: str, k: int, args: argparse.Namespace) -> tuple[list[Row]
     return [
         Row(title, "hand-written loop, CPU time per micro-batch", stats.median(times["hand"]), "us"),
         Row(title, "drivetrain: overhead, CPU time", stats.overhead(times["drivetrain"], times["hand"]), "us"),
-        Row(title, "drivetrain / hand-written", stats.ratio(times["drivetrain"], times["hand"]), target=TARGET),
+        Row(title, "drivetrain / hand-written", stats.paired_ratio(times["drivetrain"], times["hand"]), target=TARGET),
     ], told and f"{title}: {told}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=40, help="turns of each loop")
+    parser.add_argument("--blocks", type=int, default=150, help="turns of each loop")
     parser.add_argument("--steps", type=int, default=4, help="micro-batches in a turn")
     parser.add_argument("--batches", type=int, default=16, help="micro-batches in an epoch")
     parser.add_argument("--width", type=int, default=768)

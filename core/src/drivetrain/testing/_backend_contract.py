@@ -128,7 +128,9 @@ def _micro_batches(
 ) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, int]]]:
     """The rows of each micro-batch that count, and what is declared about its window."""
     for _ in range(scenario.epochs):
-        batches = ((_counted(b, loader, scenario, rank), {}) for b in loader)
+        batches: Iterator[tuple[dict[str, torch.Tensor], dict[str, int]]] = (
+            (_counted(b, loader, scenario, rank), {}) for b in loader
+        )
         if scenario.parts:
             for batch, _none in batches:
                 cut = {name: value.tensor_split(scenario.parts) for name, value in batch.items()}
