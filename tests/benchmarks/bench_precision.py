@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="micro-batches in a turn")
     parser.add_argument("--batches", type=int, default=16, help="micro-batches in an epoch")
     parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--rows", type=int, default=96, help="rows of a micro-batch")
+    parser.add_argument("--rows", type=int, default=192, help="rows of a micro-batch")
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4])
     args = parser.parse_args()
