@@ -73,7 +73,7 @@ for _ in accelerator.epochs(4) if counted else range(4):
             optimizer.zero_grad()
 accelerator.end_training()
 """
-LINE = 1 + SCRIPT.splitlines().index(next(l for l in SCRIPT.splitlines() if l.startswith("schedule =")))
+LINE = 1 + SCRIPT.splitlines().index(next(line for line in SCRIPT.splitlines() if line.startswith("schedule =")))
 
 
 def train(path, length, counted, per_process):

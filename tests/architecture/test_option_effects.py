@@ -33,6 +33,7 @@ from .option_probes import (  # noqa: F401
     keywords,
     launching,
     look,
+    precisions,
     projects,
     tracker_systems,
     trackers,
@@ -92,6 +93,7 @@ WRITTEN = {
     "CoreSettings.dynamo_backend": "eager",
     "CoreSettings.checkpoint_format": "safetensors",
     "GradScalerKwargs.backoff_factor": 0.25,
+    "AORecipeKwargs.emulate": True,
     "DataLoaderConfiguration.even_batches": "repeat",
     "DataLoaderConfiguration.strategy": "contiguous",
     "DataLoaderConfiguration.prefetch": 0,
@@ -104,10 +106,12 @@ WRITTEN = {
     "LocalOptions.rdzv_conf": {"timeout": 5},
     "MlflowOptions.tags": {"a": "b"},
 }
-IN_PYTHON_ONLY = {"ProfileKwargs.on_trace_ready"}
+IN_PYTHON_ONLY = {"ProfileKwargs.on_trace_ready", "AORecipeKwargs.config", "AORecipeKwargs.module_filter_func"}
 #: What an options class needs for its spec to be chosen.
 CHOSEN_BY = {
     "DistributedDataParallelKwargs": {"backend": "ddp"},
+    "AORecipeKwargs": {"mixed_precision": "fp8"},
+    "PureBF16Kwargs": {"mixed_precision": "pure-bf16"},
     "JsonlOptions": {"log_with": "jsonl", "project_dir": "here"},
     "TensorBoardOptions": {"log_with": "tensorboard", "project_dir": "here"},
     "CometOptions": {"log_with": "comet", "project_dir": "here"},

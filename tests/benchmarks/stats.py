@@ -33,6 +33,11 @@ def ratio(series: Sequence[float], base: Sequence[float]) -> Interval:
     return _bootstrap(lambda s: np.median(s[0], axis=-1) / np.median(s[1], axis=-1), series, base)
 
 
+def paired_ratio(series: Sequence[float], base: Sequence[float]) -> Interval:
+    """How many times ``base`` is ``series``, from the differences of neighbouring blocks: for ratios near 1 on a busy machine."""
+    return _bootstrap(lambda s: 1 + np.median(s[0] - s[1], axis=-1) / np.median(s[1], axis=-1), series, base)
+
+
 def overhead(series: Sequence[float], base: Sequence[float]) -> Interval:
     """What ``series`` costs over ``base``: the median of the differences."""
     return _bootstrap(lambda s: np.median(s[0] - s[1], axis=-1), series, base)

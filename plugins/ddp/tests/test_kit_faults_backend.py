@@ -150,6 +150,65 @@ def test_collectives(workers, fault, message):
         FaultyKit(fault).test_collectives_sent_are_those_expected(workers, 2, 4, False)
 
 
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (NeverReduces, "equal micro-batches"),
+        (SumsOverRanks, "a shorter last window, uneven rows"),
+        (IgnoresItemWeights, "items"),
+        (KeepsGradients, "windows end with each epoch"),
+        (EveryRankIsTheFirst, "batches cut into parts"),
+    ],
+)
+def test_the_contract(workers, fault, name):
+    with pytest.raises(AssertionError, match="rank 0, window|windows|have rows of window"):
+        FaultyKit(fault).test_a_windows_gradient_is_the_big_batchs(workers, 2, name)
+
+
+class ReadsTheNorm(DDPBackend):
+    def clip_grad_norm_(self, parameters, max_norm, norm_type=2.0):
+        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        norm.item()
+        return norm
+
+
+def test_host_reads(workers):
+    with pytest.raises(AssertionError, match=r"rank 0, fp32: \[0, 1\] host reads"):
+        FaultyKit(ReadsTheNorm).test_the_host_waits_for_nothing_but_the_loss_scale(workers, 2)
+
+
+class UnscaledItems(DDPBackend):
+    """Losses of sums are divided after the reduction alone, so that fp16 overflows before."""
+
+    def backward(self, loss, window, **kwargs):
+        super().backward(loss * 1e6, window, **kwargs)
+
+    def normalize_gradients(self, parameters, factor):
+        super().normalize_gradients(parameters, factor / 1e6)
+
+
+def test_many_items(workers):
+    with pytest.raises(AssertionError, match="fp16: the step was skipped"):
+        FaultyKit(UnscaledItems).test_a_million_items_stay_in_range(workers, 2)
+
+
+def test_sync_each_batch(workers):
+    with pytest.raises(AssertionError, match="rank 0 sent"):
+        FaultyKit(SaysMoreThanItSends).test_sync_each_batch_reduces_at_each_micro_batch(workers, 2)
+
+
+class ForgetsToSkip(DDPBackend):
+    """A parameter that the optimizer's list lacks isn't looked at."""
+
+    def optimizer_parameters(self, optimizer):
+        return []
+
+
+def test_values_that_are_not_finite(workers):
+    with pytest.raises(AssertionError, match="the weights aren't finite|skip"):
+        FaultyKit(ForgetsToSkip).test_values_that_are_not_finite(workers, 2, "skip", "gradient")
+
+
 def test_no_sync(workers):
     with pytest.raises(AssertionError, match="inside no_sync"):
         FaultyKit(ReducesEveryMicroBatch).test_no_sync_keeps_gradients_local(workers, 2)

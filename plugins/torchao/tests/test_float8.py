@@ -173,9 +173,12 @@ def test_contradictions_are_refused(options, message):
         AORecipeKwargs(**options)
 
 
-def test_a_foreign_config_is_refused():
-    with pytest.raises(ConfigurationError, match="takes torchao's Float8LinearConfig, not a dict"):
-        Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(config={})])
+@pytest.mark.parametrize(
+    ("config", "message"), [({}, "config"), (object(), "takes torchao's Float8LinearConfig, not <object")]
+)
+def test_a_foreign_config_is_refused(config, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(config=config)])
 
 
 # -- training --------------------------------------------------------------------------------------------------------------
@@ -218,7 +221,7 @@ def test_windows_and_clipping(recipe):
 
 def test_a_checkpoint_has_the_plain_names_and_goes_on_bit_for_bit(tmp_path):
     def train(accelerator, model, optimizer, count):
-        for i in range(count):
+        for _ in range(count):
             x = torch.randn(8, 8, generator=torch.Generator().manual_seed(accelerator.step))
             accelerator.backward(model(x).pow(2).mean())
             optimizer.step()

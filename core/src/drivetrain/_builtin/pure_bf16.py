@@ -105,7 +105,7 @@ class PureBFloat16(AutocastPrecision):
         if parameter.dtype is not torch.bfloat16 or parameter.grad is None:
             return parameter
         state = optimizer.state.pop(parameter, {})
-        master = state.pop(MASTER, None)
+        master: torch.Tensor | None = state.pop(MASTER, None)
         if (
             master is None or self._versions.get(parameter) != parameter._version
         ):  # the weights were changed from outside

@@ -27,10 +27,11 @@ def known_total(scheduler: Any) -> tuple[str, int] | None:
     """After how many steps a schedule ends, and the name of the argument that says so; None if it doesn't end.
 
     Example:
+        >>> import functools, torch
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         >>> known_total(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40))
         ('T_max', 40)
-        >>> known_total(torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(max, num_training_steps=9)))
+        >>> known_total(torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(lambda step, num_training_steps: 1.0, num_training_steps=9)))
         ('num_training_steps', 9)
         >>> known_total(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)) is None
         True

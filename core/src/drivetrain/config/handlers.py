@@ -71,7 +71,8 @@ class PrecisionKwargs(Options):
     keep_in_fp32: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.keep_in_fp32 = list(self.keep_in_fp32) if isinstance(self.keep_in_fp32, tuple) else self.keep_in_fp32
+        given: Any = self.keep_in_fp32
+        self.keep_in_fp32 = list(given) if isinstance(given, tuple) else given
         self.validate()
 
 

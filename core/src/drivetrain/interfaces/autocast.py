@@ -70,6 +70,7 @@ class AutocastForward:
         return new
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output."""
         if self.upcast_inputs:
             args = tuple(_to_float32(a) for a in args)
             kwargs = {name: _to_float32(value) for name, value in kwargs.items()}

@@ -128,7 +128,9 @@ def _micro_batches(
 ) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, int]]]:
     """The rows of each micro-batch that count, and what is declared about its window."""
     for _ in range(scenario.epochs):
-        batches = ((_counted(b, loader, scenario, rank), {}) for b in loader)
+        batches: Iterator[tuple[dict[str, torch.Tensor], dict[str, int]]] = (
+            (_counted(b, loader, scenario, rank), {}) for b in loader
+        )
         if scenario.parts:
             for batch, _none in batches:
                 cut = {name: value.tensor_split(scenario.parts) for name, value in batch.items()}
@@ -288,6 +290,9 @@ class ContractTests(BackendKit):
         assert counts[0] > 0, "there was no window"
         for number, window in enumerate(zip(*by_rank, strict=True)):
             rows = [row for part in window for row in part["rows"]]
+            if scenario.plugin.get("sync_with_dataloader", True):
+                counted = [i for i, count in rows if count]
+                assert len(set(counted)) == len(counted), f"{name}: ranks have rows of window {number} in common"
             for rank, part in enumerate(window):
                 expected = exact_gradient(part["before"], scenario.samples, rows)
                 found = {n: (part["before"][n] - part["after"][n]) / _RATE for n in expected}

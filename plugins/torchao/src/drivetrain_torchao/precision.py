@@ -50,9 +50,7 @@ class Float8(AutocastPrecision):
 
         config, recipe = self.recipe.config, self.recipe
         if config is not None and not isinstance(config, Float8LinearConfig):
-            raise ConfigurationError(
-                f"AORecipeKwargs(config=...) takes torchao's Float8LinearConfig, not a {type(config).__name__}."
-            )
+            raise ConfigurationError(f"AORecipeKwargs(config=...) takes torchao's Float8LinearConfig, not {config!r}.")
         if config is None:
             config = dataclasses.replace(
                 Float8LinearConfig.from_recipe_name(recipe.recipe),
