@@ -14,6 +14,7 @@ from drivetrain._engine.accumulation import Accumulator
 from drivetrain._engine.assemble import assemble, dismantle
 from drivetrain._engine.facade.collectives import CollectiveFacade
 from drivetrain._engine.facade.gradients import GradientFacade
+from drivetrain._engine.facade.mesh import MeshFacade
 from drivetrain._engine.facade.processes import ProcessFacade
 from drivetrain._engine.facade.resuming import ResumeFacade
 from drivetrain._engine.facade.settings import SettingsFacade
@@ -35,6 +36,7 @@ __all__ = ["Accelerator"]
 class Accelerator(
     SettingsFacade,
     ProcessFacade,
+    MeshFacade,
     CollectiveFacade,
     GradientFacade,
     ResumeFacade,

@@ -310,6 +310,18 @@ class Backend:
         """All optimizers of the window have stepped."""
         self.precision.update()
 
+    def context_parallel(
+        self, buffers: Sequence[torch.Tensor], dims: Sequence[int], keep: set[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Context in which processes that share sequences hold a part of each; nothing where none do.
+
+        Args:
+            buffers: Tensors with a dimension of the sequence, divided in place and put together again.
+            dims: That dimension of each.
+            keep: Those that stay divided afterwards.
+        """
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
     def join(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Let ranks run out of batches at different times inside this context."""

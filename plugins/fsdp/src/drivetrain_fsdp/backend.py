@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,15 +18,18 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from drivetrain.errors import UnsupportedError
 from drivetrain.interfaces import Backend
 from drivetrain.memory.activations import ActivationCheckpointing, checkpoint_activations
 from drivetrain.parallel.process_group import ProcessGroupHandle, init_process_group
 from drivetrain.specs import Capability
 from drivetrain_fsdp.checks import check_model, check_unit, ignored_parameters
+from drivetrain_fsdp.context_parallel import divide_sequences
 from drivetrain_fsdp.materialize import Start, fill, find_start, replace_parameter
 from drivetrain_fsdp.mesh import Mesh, build_mesh, mesh_sizes
 from drivetrain_fsdp.options import FullyShardedDataParallelPlugin
 from drivetrain_fsdp.shards import cut_like, local, total_norm
+from drivetrain_fsdp.tensor_parallel import divide_layers
 from drivetrain_fsdp.units import expected_collectives, set_prefetching, units_of
 from drivetrain_fsdp.wrapping import choose_units
 
@@ -71,12 +75,11 @@ class FSDPBackend(Backend):
             **given,
         )
         self._models: list[torch.nn.Module] = []
+        self._plans: list[dict[str, str]] = []
         self._mesh = build_mesh(self.device, sizes)
 
     def teardown(self) -> None:
-        """End the mesh's groups, and the process group if it was made here."""
-        if self._mesh is not None:
-            self._mesh.destroy()
+        """Destroy the process group, and with it the mesh's, if it was made here."""
         if self._group is not None:
             self._group.destroy()
 
@@ -139,12 +142,13 @@ class FSDPBackend(Backend):
 
     def wrap_model(self, model: torch.nn.Module, *, evaluation: bool) -> torch.nn.Module:
         """Shard each unit, then what is left."""
+        start = find_start(model, self.options)
+        self._divide_layers(model, start)
         ignored = ignored_parameters(model, self.options)
         for parameter in ignored:
             parameter.data = parameter.data.to(self.device)
         units = choose_units(model, self.options, ignored)
         settings = self._settings(ignored)
-        start = find_start(model, self.options)
         for unit in [*units, model]:
             self._shard(unit, ignored, settings, start)
         if start is Start.EMPTY:
@@ -152,6 +156,21 @@ class FSDPBackend(Backend):
         set_prefetching(units, self.options)
         self._models.append(model)
         return model
+
+    def _divide_layers(self, model: torch.nn.Module, start: Start) -> None:
+        mesh = self.mesh.of("tp")
+        if mesh is None:
+            return
+        if start is Start.RANK_0:
+            raise UnsupportedError(
+                "With tp_size above 1, rank 0 can't be the only one that has weights: make the model on every process, or on none "
+                "(init_empty_weights)."
+            )
+        if start is Start.WHOLE and self.options.sync_module_states:
+            for parameter in model.parameters():
+                dist.broadcast(parameter.data, src=0)
+        config = self.context.handlers["ParallelismConfig"]
+        self._plans.append(divide_layers(model, mesh, config.tp_plan))
 
     def _settings(self, ignored: set[torch.nn.Parameter]) -> dict[str, Any]:
         return {
@@ -213,6 +232,11 @@ class FSDPBackend(Backend):
             meshes = {id(p.device_mesh) if isinstance(p, DTensor) else 0 for p in group["params"]}
             if len(meshes) > 1 and "foreach" in group and not group.get("fused"):
                 group["foreach"] = False
+            if len(meshes) > 1 and self.precision.scales:
+                raise UnsupportedError(
+                    f"mixed_precision={self.precision.spec.name!r} looks for overflows in all gradients at once, and with tp_size above 1 they lie on "
+                    "different meshes. Use mixed_precision='bf16'."
+                )
         return optimizer
 
     def parameter_names(self, models: Sequence[torch.nn.Module]) -> dict[int, str]:
@@ -264,6 +288,15 @@ class FSDPBackend(Backend):
         """Gathers of each unit in forward, and in backward where it was sharded again; reductions at the window's end."""
         return expected_collectives(self._models, self.mesh, self.options)
 
+    def context_parallel(
+        self, buffers: Sequence[torch.Tensor], dims: Sequence[int], keep: set[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Divide sequences over the mesh's ``cp``."""
+        mesh = self.mesh.of("cp")
+        if mesh is None:
+            return super().context_parallel(buffers, dims, keep)
+        return divide_sequences(mesh.get_group(), buffers, dims, keep)
+
     # -- state under canonical names ---------------------------------------------------------------------------------------
 
     def load_model_state(
@@ -310,6 +343,9 @@ class FSDPBackend(Backend):
         for i, model in enumerate(self._models):
             name = f"model {i}" if len(self._models) > 1 else "units"
             facts[name] = f"{len(units_of(model))} of {type(model).__name__}"
+        for plan in self._plans:
+            styles = Counter(plan.values())
+            facts["layers divided"] = ", ".join(f"{n} {style}" for style, n in sorted(styles.items()))
         return facts
 
 
