@@ -51,7 +51,7 @@ def tables() -> str:
 
 def _is_ours(cls: type) -> bool:
     """Of this repository: pages don't depend on what else is installed."""
-    return cls.__module__.split(".")[0] in ("drivetrain", "drivetrain_ddp", "drivetrain_tensorboard")
+    return cls.__module__.split(".")[0] in ("drivetrain", "drivetrain_ddp", "drivetrain_fsdp", "drivetrain_tensorboard")
 
 
 def _accepted(cls: type) -> str:

@@ -66,6 +66,7 @@ class Accelerator(
         kwargs_handlers: Options objects of core and plugins.
         dynamo_backend: Compile models with this backend of ``torch.compile``.
         dynamo_plugin: The same with more settings.
+        parallelism_config: The mesh that processes form, a ``ParallelismConfig``.
         resume: "auto" to go on from the project's newest checkpoint, if there is one, or a checkpoint's path; see `resume`.
         config_file: Path of a configuration file.
         **options: Keywords that plugins accept, such as options objects of backends.
@@ -107,6 +108,7 @@ class Accelerator(
         kwargs_handlers: Sequence[Any] | None = None,
         dynamo_backend: Any = None,
         dynamo_plugin: Any = None,
+        parallelism_config: Any = None,
         backend: Any = None,
         device: str | None = None,
         resume: str | os.PathLike[str] | None = None,

@@ -23,7 +23,7 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
 
     Example:
         >>> with init_empty_weights():
-        ...     layer = torch.nn.Linear(10**6, 10**6)
+        ...     layer = torch.nn.Linear(10**4, 10**4)
         >>> layer.weight.device.type
         'meta'
     """

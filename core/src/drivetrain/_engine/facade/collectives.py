@@ -43,8 +43,10 @@ class CollectiveFacade:
             >>> Accelerator(cpu=True).gather({"n": torch.tensor([1, 2]), "name": "x"})
             {'n': tensor([1, 2]), 'name': 'x'}
         """
-        gathered = collectives.gather(tensor, group=self.backend.data_group, debug=self._debug)
-        self._met(2)
+        group = self.backend.data_group
+        gathered = collectives.gather(tensor, group=group, debug=self._debug)
+        if group is None:
+            self._met(2)
         return gathered
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -87,7 +89,8 @@ class CollectiveFacade:
         """
         group = self.backend.gradient_group
         reduced = collectives.reduce(tensor, reduction=reduction, scale=scale, group=group)
-        self._met(2)
+        if group is None:
+            self._met(2)
         return reduced
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
