@@ -206,7 +206,7 @@ class FSDPBackend(Backend):
     def _precision_policy(self) -> MixedPrecisionPolicy:
         given = self.options.mixed_precision_policy
         if isinstance(given, dict):
-            dtypes = {k: getattr(torch, v) if isinstance(v, str) else v for k, v in given.items()}
+            dtypes: dict[str, Any] = {k: getattr(torch, v) if isinstance(v, str) else v for k, v in given.items()}
             return MixedPrecisionPolicy(**dtypes)
         dtype = self.precision.compute_dtype
         if dtype not in (torch.bfloat16, torch.float16):

@@ -104,7 +104,7 @@ class AttendToAll(TorchFunctionMode):
         if is_causal:
             rows = torch.arange(rank * mine, (rank + 1) * mine, device=query.device)
             mask = torch.arange(size * mine, device=query.device) <= rows[:, None]
-        keys, values = (_Gather.apply(t, self._group) for t in (key, value))
+        keys, values = (_gather(t, self._group) for t in (key, value))
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, dropout_p=dropout_p, **kwargs)
 
     def _mask(self, mask: torch.Tensor, mine: int, size: int, rank: int) -> torch.Tensor:
@@ -120,6 +120,11 @@ class AttendToAll(TorchFunctionMode):
                 f"rows) nor a padding mask ([..., 1, {mine}], divided like the tokens). Build it from the whole sequence, or use is_causal=True."
             )
         return mask if mask.shape[-2] != whole else mask[..., rank * mine : (rank + 1) * mine, :]
+
+
+def _gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    whole: torch.Tensor = _Gather.apply(part, group)  # type: ignore[no-untyped-call]
+    return whole
 
 
 class _Gather(torch.autograd.Function):

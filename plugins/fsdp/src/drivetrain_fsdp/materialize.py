@@ -116,7 +116,7 @@ def fill(model: torch.nn.Module, device: torch.device, initialize: Callable[[tor
 def _fill_module(
     module: torch.nn.Module, function: Callable[[torch.nn.Module], Any], device: torch.device, filled: set[int]
 ) -> None:
-    shards = {n: p for n, p in module._parameters.items() if isinstance(p, DTensor)}
+    shards: dict[str, Any] = {n: p for n, p in module._parameters.items() if isinstance(p, DTensor)}
     for name, shard in shards.items():
         whole = torch.empty(shard.shape, dtype=shard.dtype, device=device)
         module._parameters[name] = torch.nn.Parameter(whole, requires_grad=shard.requires_grad)

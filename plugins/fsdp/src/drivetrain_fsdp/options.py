@@ -104,9 +104,9 @@ class FullyShardedDataParallelPlugin(Options):
     def __post_init__(self) -> None:
         for name in ("sharding_strategy", "state_dict_type", "backward_prefetch"):
             setattr(self, name, _enum_name(getattr(self, name)))
-        if isinstance(self.transformer_cls_names_to_wrap, str):
-            names = self.transformer_cls_names_to_wrap.split(",")
-            self.transformer_cls_names_to_wrap = [n.strip() for n in names if n.strip()]
+        names: Any = self.transformer_cls_names_to_wrap
+        if isinstance(names, str):
+            self.transformer_cls_names_to_wrap = [n.strip() for n in names.split(",") if n.strip()]
         self.mixed_precision_policy = _policy(self.mixed_precision_policy)
         self._check_wrapping()
         self.validate()
