@@ -14,7 +14,7 @@ from drivetrain.checkpoint.plain import decode
 from drivetrain.checkpoint.session import Session
 from drivetrain.checkpoint.source import Source
 from drivetrain.checkpoint.store import TensorStore
-from drivetrain.checkpoint.tensors import is_dtensor, is_sharded
+from drivetrain.checkpoint.tensors import is_sharded
 from drivetrain.errors import CheckpointError
 from drivetrain.interfaces.shards import Shards
 
@@ -333,11 +333,6 @@ class _naming:
 def _set_gradients(session: Session, gradients: Sequence[Mapping[str, torch.Tensor]]) -> None:
     for i, model in enumerate(session.models):
         saved = gradients[i] if i < len(gradients) else {}
-        for name, parameter in session.backend.unwrap(model).named_parameters():
-            gradient = saved.get(canonical(name))
-            if gradient is None:
-                parameter.grad = None
-            elif parameter.grad is not None and not is_dtensor(gradient):
-                parameter.grad.copy_(gradient)  # it may be a view into a bucket
-            else:
-                parameter.grad = gradient.to(parameter.device)
+        named = session.backend.unwrap(model).named_parameters()
+        here = {name: saved[canonical(name)] for name, _ in named if canonical(name) in saved}
+        session.backend.load_window_gradients(model, here)

@@ -23,6 +23,7 @@ from drivetrain.interfaces import Backend
 from drivetrain.memory.activations import ActivationCheckpointing, checkpoint_activations
 from drivetrain.parallel.process_group import ProcessGroupHandle, init_process_group
 from drivetrain.specs import Capability
+from drivetrain_fsdp.accumulated import clear_gradients, gradients_so_far, put_gradients
 from drivetrain_fsdp.checks import check_model, check_unit, ignored_parameters
 from drivetrain_fsdp.context_parallel import divide_sequences
 from drivetrain_fsdp.materialize import Start, fill, find_start, replace_parameter
@@ -47,6 +48,8 @@ class FSDPBackend(Backend):
 
     _group: ProcessGroupHandle | None = None
     _mesh: Mesh | None = None
+    #: Whether gradients were kept on each process for a while, beside the shards' own.
+    _keeps_gradients = False
 
     # -- processes ---------------------------------------------------------------------------------------------------------
 
@@ -255,6 +258,7 @@ class FSDPBackend(Backend):
         """Without, gradients of whole parameters are kept on each process."""
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(enabled)
+            self._keeps_gradients = self._keeps_gradients or not enabled
 
     def normalize_gradients(self, parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         """Each process multiplies what it holds."""
@@ -283,6 +287,14 @@ class FSDPBackend(Backend):
         if grads:
             torch._foreach_clamp_min_(grads, -clip_value)
             torch._foreach_clamp_max_(grads, clip_value)
+
+    def zero_grad(self, optimizer: Any, set_to_none: bool = True) -> None:
+        """Also what isn't reduced yet: a window that is dropped leaves nothing behind."""
+        super().zero_grad(optimizer, set_to_none)
+        if self._keeps_gradients:
+            shards = {id(p) for p in self.optimizer_parameters(optimizer)}
+            for model in self._models:
+                clear_gradients(model, shards)
 
     def expected_collectives(self) -> dict[str, dict[str, int]]:
         """Gathers of each unit in forward, and in backward where it was sharded again; reductions at the window's end."""
@@ -315,6 +327,25 @@ class FSDPBackend(Backend):
             for name, value in state.items()
         }
         return super().load_model_state(model, fitting, strict=strict)
+
+    def window_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Those of the shards, or this process's own where they aren't reduced yet."""
+        self._reshard(model)
+        local_ones = gradients_so_far(model)
+        found = super().window_gradients(model)
+        return found | {n: local_ones[id(p)] for n, p in model.named_parameters() if id(p) in local_ones}
+
+    def load_window_gradients(self, model: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Gradients of whole parameters are kept until the window's end, where they are reduced."""
+        self._reshard(model)
+        super().load_window_gradients(model, {n: g for n, g in gradients.items() if isinstance(g, DTensor)})
+        own = {
+            id(p): gradients[n]
+            for n, p in model.named_parameters()
+            if n in gradients and not isinstance(gradients[n], DTensor)
+        }
+        put_gradients(model, own, self.device)
+        self._keeps_gradients = self._keeps_gradients or bool(own)
 
     @contextlib.contextmanager
     def full_parameters(self, model: torch.nn.Module, *, write: bool = False) -> Iterator[torch.nn.Module]:
