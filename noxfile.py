@@ -113,8 +113,9 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(**daily)
 def full(session: nox.Session) -> None:
-    """The full products of cases, and GPU tests where there is a GPU."""
+    """The full products of cases, models of other libraries, and GPU tests where there is a GPU."""
     install_all(session)
+    run(session, "python", "-m", "pip", "install", "--quiet", "-c", CONSTRAINTS, "peft", "transformers")
     run(session, "pytest", "--hypothesis-profile=new", *session.posargs)
 
 

@@ -62,6 +62,13 @@ def random_tensor(dtype, shape):
 # -- the format ------------------------------------------------------------------------------------------------------------
 
 
+def test_one_element_of_a_column_has_bytes_of_its_own():
+    value = torch.arange(6.0).view(2, 3)[:1, 1]
+    assert value.stride() == (3,) and value.is_contiguous()
+    assert to_bytes(value) == to_bytes(torch.tensor([1.0]))
+    assert torch.equal(Staging().copy("w", value), value)
+
+
 def test_every_dtype_in_one_file_whole_and_in_parts(tmp_path):
     tensors = {
         f"{dtype}{shape}": random_tensor(dtype, shape) for dtype in ALL_DTYPES for shape in [(), (0,), (3,), (2, 3, 2)]

@@ -152,6 +152,7 @@ def test_gather_views_and_tensors_with_gradients(workers):
             {
                 "transposed": base.t(),
                 "strided": base[:, ::2],
+                "one of a column": base[:1, 1],
                 "expanded": torch.tensor([float(r)]).expand(4),
                 "conjugate": torch.complex(base, base).conj(),
                 "negative": torch.complex(base, base).conj().imag,
@@ -165,6 +166,7 @@ def test_gather_views_and_tensors_with_gradients(workers):
     expected = {
         "transposed": torch.cat([a.t(), a.t() + 1]),
         "strided": torch.cat([a[:, ::2], a[:, ::2] + 1]),
+        "one of a column": torch.tensor([1.0, 2.0]),
         "expanded": torch.tensor([0.0] * 4 + [1.0] * 4),
         "conjugate": torch.cat([torch.complex(b, -b) for b in (a, a + 1)]),
         "negative": torch.cat([-a, -a - 1]),

@@ -29,10 +29,12 @@ from .option_probes import (  # noqa: F401
     core_settings,
     data_loader,
     ddp,
+    fsdp,
     handlers,
     keywords,
     launching,
     look,
+    meshes,
     precisions,
     projects,
     tracker_systems,
@@ -103,13 +105,31 @@ WRITTEN = {
     "DistributedDataParallelKwargs.comm_hook": "bf16",
     "DistributedDataParallelKwargs.comm_wrapper": "no",
     "DistributedDataParallelKwargs.comm_state_option": {},
+    "FullyShardedDataParallelPlugin.auto_wrap_policy": "NO_WRAP",
+    "FullyShardedDataParallelPlugin.backward_prefetch": "NO_PREFETCH",
+    "FullyShardedDataParallelPlugin.mixed_precision_policy": {"param_dtype": "bfloat16"},
+    "FullyShardedDataParallelPlugin.ignored_modules": ["text"],
+    "FullyShardedDataParallelPlugin.fsdp_version": 2,
+    "FullyShardedDataParallelPlugin.limit_all_gathers": True,
+    "FullyShardedDataParallelPlugin.use_orig_params": True,
+    "ParallelismConfig.sp_size": 1,
+    "ParallelismConfig.cp_comm_strategy": "allgather",
+    "ParallelismConfig.tp_plan": {},
+    "ActivationCheckpointing.budget": 0.5,
     "LocalOptions.rdzv_conf": {"timeout": 5},
     "MlflowOptions.tags": {"a": "b"},
 }
-IN_PYTHON_ONLY = {"ProfileKwargs.on_trace_ready", "AORecipeKwargs.config", "AORecipeKwargs.module_filter_func"}
+IN_PYTHON_ONLY = {
+    "ProfileKwargs.on_trace_ready",
+    "FullyShardedDataParallelPlugin.param_init_fn",
+    "AORecipeKwargs.config",
+    "AORecipeKwargs.module_filter_func",
+}
 #: What an options class needs for its spec to be chosen.
 CHOSEN_BY = {
     "DistributedDataParallelKwargs": {"backend": "ddp"},
+    "FullyShardedDataParallelPlugin": {"backend": "fsdp"},
+    "ParallelismConfig": {"backend": "fsdp"},
     "AORecipeKwargs": {"mixed_precision": "fp8"},
     "PureBF16Kwargs": {"mixed_precision": "pure-bf16"},
     "JsonlOptions": {"log_with": "jsonl", "project_dir": "here"},
@@ -140,8 +160,9 @@ def another(hint, default):
 
 
 def written(cls, name):
-    default = getattr(cls(), name)
-    return WRITTEN.get(f"{cls.__name__}.{name}", another(cls.hints()[name], default))
+    if f"{cls.__name__}.{name}" in WRITTEN:
+        return WRITTEN[f"{cls.__name__}.{name}"]
+    return another(cls.hints()[name], getattr(cls(), name))
 
 
 def as_text(value):

@@ -22,7 +22,8 @@ HERE = {
     "": """
         Accelerator skip_first_batches debug_launcher notebook_launcher PartialState AutocastKwargs DataLoaderConfiguration
         DDPCommunicationHookType DistributedDataParallelKwargs DistributedType GradScalerKwargs InitProcessGroupKwargs ProfileKwargs
-        find_executable_batch_size is_rich_available synchronize_rng_states __version__ """,
+        ParallelismConfig find_executable_batch_size init_empty_weights init_on_device is_rich_available synchronize_rng_states
+        __version__ """,
     "state": "AcceleratorState PartialState DistributedType",
     "utils": """
         AutocastKwargs DataLoaderConfiguration DDPCommunicationHookType DistributedDataParallelKwargs DistributedOperationException
@@ -45,6 +46,7 @@ HERE = {
     "utils.random": "set_seed synchronize_rng_state synchronize_rng_states",
     "utils.versions": "compare_versions is_torch_version",
     "data_loader": "DataLoaderShard prepare_data_loader skip_first_batches",
+    "parallelism_config": "ParallelismConfig",
     "launchers": "debug_launcher notebook_launcher",
     "logging": "MultiProcessAdapter get_logger",
     "optimizer": "AcceleratedOptimizer",
@@ -54,20 +56,22 @@ HERE = {
 
 #: Names that belong to plugins: there once the plugin is installed; until then the error names it.
 OF_PLUGINS = {
-    "": "DeepSpeedPlugin FullyShardedDataParallelPlugin ParallelismConfig",
+    "": "DeepSpeedPlugin FullyShardedDataParallelPlugin",
     "utils": """
         AORecipeKwargs DeepSpeedPlugin DeepSpeedSchedulerWrapper DummyOptim DummyScheduler FullyShardedDataParallelPlugin
-        MegatronLMPlugin load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer """,
+        MegatronLMPlugin """,
 }
 
 #: Names that come later, or whose purpose is served otherwise: the error says how.
 EXPLAINED = {
     "": """
-        cpu_offload cpu_offload_with_hook disk_offload dispatch_model infer_auto_device_map init_empty_weights init_on_device
+        cpu_offload cpu_offload_with_hook disk_offload dispatch_model infer_auto_device_map
         load_checkpoint_and_dispatch load_checkpoint_in_model prepare_pippy """,
     "state": "GradientState is_initialized",
     "utils": """
         BnbQuantizationConfig CustomDtype FP8RecipeKwargs TERecipeKwargs compute_module_sizes get_balanced_memory get_max_memory
+        TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin disable_fsdp_ram_efficient_loading
+        enable_fsdp_ram_efficient_loading load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer
         infer_auto_device_map load load_and_quantize_model load_offloaded_weights named_module_tensors offload_state_dict
         offload_weight purge_accelerate_environment save_offload_index set_module_tensor_to_device shard_checkpoint
         write_basic_config """,
@@ -76,7 +80,7 @@ EXPLAINED = {
 }
 
 #: Modules of Accelerate of which nothing is here yet.
-NO_MODULE = "hooks big_modeling parallelism_config commands local_sgd inference utils.deepspeed utils.fsdp_utils"
+NO_MODULE = "hooks big_modeling commands local_sgd inference utils.deepspeed utils.fsdp_utils"
 
 
 def table(names):

@@ -14,6 +14,7 @@ from drivetrain._engine.accumulation import Accumulator
 from drivetrain._engine.assemble import assemble, dismantle
 from drivetrain._engine.facade.collectives import CollectiveFacade
 from drivetrain._engine.facade.gradients import GradientFacade
+from drivetrain._engine.facade.mesh import MeshFacade
 from drivetrain._engine.facade.processes import ProcessFacade
 from drivetrain._engine.facade.resuming import ResumeFacade
 from drivetrain._engine.facade.settings import SettingsFacade
@@ -35,6 +36,7 @@ __all__ = ["Accelerator"]
 class Accelerator(
     SettingsFacade,
     ProcessFacade,
+    MeshFacade,
     CollectiveFacade,
     GradientFacade,
     ResumeFacade,
@@ -64,6 +66,7 @@ class Accelerator(
         kwargs_handlers: Options objects of core and plugins.
         dynamo_backend: Compile models with this backend of ``torch.compile``.
         dynamo_plugin: The same with more settings.
+        parallelism_config: The mesh that processes form, a ``ParallelismConfig``.
         resume: "auto" to go on from the project's newest checkpoint, if there is one, or a checkpoint's path; see `resume`.
         config_file: Path of a configuration file.
         **options: Keywords that plugins accept, such as options objects of backends.
@@ -105,6 +108,7 @@ class Accelerator(
         kwargs_handlers: Sequence[Any] | None = None,
         dynamo_backend: Any = None,
         dynamo_plugin: Any = None,
+        parallelism_config: Any = None,
         backend: Any = None,
         device: str | None = None,
         resume: str | os.PathLike[str] | None = None,

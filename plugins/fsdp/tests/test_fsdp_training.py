@@ -257,6 +257,63 @@ def test_reductions_inside_a_window_are_the_users_choice(ranks, steps, sync_each
         assert counts == ([4] * 4 if sync_each_batch else [0, 0, 0, 4])
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_window_that_is_dropped_leaves_nothing_behind(ranks, precision):
+    def run(drop):
+        accelerator = Accelerator(
+            **settings(accumulation=3, transformer_cls_names_to_wrap=["Linear"]), mixed_precision=precision
+        )
+        model = make_model()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        batch = rows(accelerator)
+        if drop:
+            for _ in range(2):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch["x"]).float().pow(2).mean() * 100)
+            accelerator.backend.zero_grad(optimizer.optimizer)  # as when a loss was no number
+            accelerator.gradient_state.forget()
+        for _ in range(3):
+            with accelerator.accumulate(model):
+                step(accelerator, model, optimizer)
+        weights = whole(accelerator.backend.model_state(model))
+        accelerator.end_training()
+        return weights
+
+    for ours, theirs in zip(ranks.run(run, True), ranks.run(run, False), strict=True):
+        same(ours, theirs)
+
+
+@pytest.mark.parametrize("sync_each_batch", [False, True])
+@pytest.mark.parametrize("loader", ["single", "ddp", "fsdp"])
+def test_a_window_goes_on_elsewhere(workers, tmp_path, loader, sync_each_batch):
+    """Saved after two of four micro-batches on two ranks, finished under another backend."""
+
+    def finish(options, directory, begin):
+        accelerator = Accelerator(**options)
+        model = make_model()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if not begin:
+            accelerator.load_state(directory)
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                step(accelerator, model, optimizer)
+        if begin:
+            accelerator.save_state(directory)
+        weights = whole(accelerator.backend.model_state(model))
+        accelerator.end_training()
+        return weights
+
+    directory = str(tmp_path / "window")
+    sharded = settings(accumulation=4, sync_each_batch=sync_each_batch, transformer_cls_names_to_wrap=["Linear"])
+    workers(2).run(finish, sharded, directory, True)
+    others = {"cpu": True, "backend": loader, "gradient_accumulation_steps": 4}
+    world = 1 if loader == "single" else 2
+    model = make_model()
+    expected = plain_steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    for weights in workers(world).run(finish, sharded if loader == "fsdp" else others, directory, False):
+        same(weights, expected)
+
+
 # -- precision -------------------------------------------------------------------------------------------------------------
 
 

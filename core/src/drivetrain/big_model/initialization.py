@@ -23,7 +23,7 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
 
     Example:
         >>> with init_empty_weights():
-        ...     layer = torch.nn.Linear(10**6, 10**6)
+        ...     layer = torch.nn.Linear(10**4, 10**4)
         >>> layer.weight.device.type
         'meta'
     """
@@ -54,7 +54,7 @@ def init_on_device(device: str | torch.device, include_buffers: bool = False) ->
     def parameter(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
         register_parameter(module, name, param)
         if param is not None and param.device != target:
-            moved = type(param)(param.data.to(target), requires_grad=param.requires_grad)  # type: ignore[call-arg]
+            moved = type(param)(param.data.to(target), requires_grad=param.requires_grad)
             vars(moved).update(vars(param))
             module._parameters[name] = moved
 

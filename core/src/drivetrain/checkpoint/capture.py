@@ -250,13 +250,11 @@ def _gradients(session: Session, shared: _Shared) -> list[dict[str, torch.Tensor
     sharded: dict[str, torch.Tensor] = {}
     for i, model in enumerate(session.models):
         own.append({})
-        for name, parameter in session.backend.unwrap(model).named_parameters():
-            if parameter.grad is None:
-                continue
-            if is_dtensor(parameter.grad):
-                sharded[f"{i}.{canonical(name)}"] = parameter.grad.detach()
+        for name, gradient in session.backend.window_gradients(model).items():
+            if is_dtensor(gradient):
+                sharded[f"{i}.{canonical(name)}"] = gradient
             else:
-                own[i][canonical(name)] = parameter.grad.detach()
+                own[i][canonical(name)] = gradient
     if sharded:
         shared.add_tensors("gradients", sharded)
     return own

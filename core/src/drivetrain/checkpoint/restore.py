@@ -14,7 +14,7 @@ from drivetrain.checkpoint.plain import decode
 from drivetrain.checkpoint.session import Session
 from drivetrain.checkpoint.source import Source
 from drivetrain.checkpoint.store import TensorStore
-from drivetrain.checkpoint.tensors import is_dtensor, is_sharded, like_dtensor, local_region
+from drivetrain.checkpoint.tensors import is_dtensor, is_sharded
 from drivetrain.errors import CheckpointError
 from drivetrain.interfaces.shards import Shards
 
@@ -339,20 +339,6 @@ class _naming:
 def _set_gradients(session: Session, gradients: Sequence[Mapping[str, torch.Tensor]]) -> None:
     for i, model in enumerate(session.models):
         saved = gradients[i] if i < len(gradients) else {}
-        for name, parameter in session.backend.unwrap(model).named_parameters():
-            gradient = saved.get(canonical(name))
-            if gradient is not None and is_dtensor(parameter) and not is_dtensor(gradient):
-                gradient = _part_of(gradient, parameter)
-            if gradient is None:
-                parameter.grad = None
-            elif parameter.grad is not None and not is_dtensor(gradient):
-                parameter.grad.copy_(gradient)  # it may be a view into a bucket
-            else:
-                parameter.grad = gradient.to(parameter.device)
-
-
-def _part_of(gradient: torch.Tensor, parameter: Any) -> Any:
-    """This rank's shard of a whole gradient."""
-    offsets, sizes = local_region(parameter)
-    region = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-    return like_dtensor(gradient[region].contiguous(), parameter)
+        named = session.backend.unwrap(model).named_parameters()
+        here = {name: saved[canonical(name)] for name, _ in named if canonical(name) in saved}
+        session.backend.load_window_gradients(model, here)

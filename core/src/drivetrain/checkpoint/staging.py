@@ -64,7 +64,8 @@ class Staging:
         if source.numel() == 0:
             return torch.empty(source.shape, dtype=source.dtype, device="cpu")
         if on_device:
-            buffer.copy_(source.reshape(-1).view(torch.uint8), non_blocking=True)
+            flat = source.reshape(-1)
+            buffer.copy_(flat.as_strided(flat.shape, (1,)).view(torch.uint8), non_blocking=True)
             self._devices.add(source.device)
         else:
             self._pending.append((buffer, source))

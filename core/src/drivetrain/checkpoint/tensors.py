@@ -124,7 +124,9 @@ def raw_view(tensor: torch.Tensor) -> memoryview:
         raise CheckpointError("checkpoints are little-endian, this machine is not")
     if tensor.numel() == 0:
         return memoryview(b"")
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().reshape(-1)
+    # One element cut out of a row counts as contiguous and keeps the row's stride, with which it can't be seen as bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:

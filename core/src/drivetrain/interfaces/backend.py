@@ -310,6 +310,18 @@ class Backend:
         """All optimizers of the window have stepped."""
         self.precision.update()
 
+    def context_parallel(
+        self, buffers: Sequence[torch.Tensor], dims: Sequence[int], keep: set[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Context in which processes that share sequences hold a part of each; nothing where none do.
+
+        Args:
+            buffers: Tensors with a dimension of the sequence, divided in place and put together again.
+            dims: That dimension of each.
+            keep: Those that stay divided afterwards.
+        """
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
     def join(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Let ranks run out of batches at different times inside this context."""
@@ -397,6 +409,22 @@ class Backend:
             The unwrapped model.
         """
         yield self.unwrap(model)
+
+    def window_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Gradients of an open accumulation window by parameter name: this process's own, or DTensors of what is reduced already."""
+        named = self.unwrap(model).named_parameters()
+        return {name: p.grad.detach() for name, p in named if p.grad is not None}
+
+    def load_window_gradients(self, model: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Go on with gradients that `window_gradients` gave, here or on other processes, and with no others."""
+        for name, parameter in self.unwrap(model).named_parameters():
+            gradient = gradients.get(name)
+            if gradient is None:
+                parameter.grad = None
+            elif parameter.grad is not None and type(gradient) is type(parameter.grad):
+                parameter.grad.copy_(gradient)  # it may be a view into a bucket
+            else:
+                parameter.grad = gradient.to(parameter.device)
 
     def state_layout(self, parameter: torch.Tensor) -> Any:
         """How optimizer state of a parameter's shape lies on the processes: a DTensor or `Shards` with any values; a plain tensor for whole state.

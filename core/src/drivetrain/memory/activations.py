@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,7 +19,7 @@ __all__ = ["ActivationCheckpointing", "checkpoint_activations"]
 
 @dataclass
 class ActivationCheckpointing(Options):
-    """Which blocks of a model compute their activations again in backward instead of keeping them.
+    """Which blocks of a model don't keep their activations on the device from forward to backward.
 
     Numbers stay the same: randomness (dropout) is repeated.
 
@@ -29,7 +28,7 @@ class ActivationCheckpointing(Options):
         classes: Names of the classes of blocks; none: the blocks that the model repeats.
         keep: What a block keeps all the same. "nothing"; "matmuls": results of matrix products and attention, which are dear to compute again.
         budget: Instead of ``every``: the share of the blocks' activations that may be kept, from 0 (all are computed again) to 1.
-        offload: What is kept waits in the CPU's memory.
+        offload: Instead of computing again: what these blocks keep waits in the CPU's memory.
 
     Example:
         >>> ActivationCheckpointing(every=2).to_kwargs()
@@ -46,6 +45,8 @@ class ActivationCheckpointing(Options):
         self.validate()
         if self.budget is not None and self.every != 1:
             raise ConfigurationError("ActivationCheckpointing: budget and every both say how many blocks. Give one.")
+        if self.offload and self.keep != "nothing":
+            raise ConfigurationError("ActivationCheckpointing: with offload nothing is computed again. Leave keep out.")
 
 
 def checkpoint_activations(
@@ -136,15 +137,11 @@ class _Recomputed:
 
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
+        if self.offload:
+            with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+                return self.__wrapped__(*args, **kwargs)
         settings: dict[str, Any] = {"context_fn": _keep_matmuls} if self.keep == "matmuls" else {}
-        with _offloading() if self.offload else contextlib.nullcontext():
-            return checkpoint(self.__wrapped__, *args, use_reentrant=False, **settings, **kwargs)
-
-
-def _offloading() -> contextlib.AbstractContextManager[Any]:
-    import torch
-
-    return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+        return checkpoint(self.__wrapped__, *args, use_reentrant=False, **settings, **kwargs)
 
 
 def _keep_matmuls() -> Any:

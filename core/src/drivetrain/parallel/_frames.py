@@ -74,7 +74,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor as a flat uint8 tensor: a view if it is contiguous."""
     if tensor.is_complex() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().view(-1)
+    # One element cut out of a row counts as contiguous and keeps the row's stride, with which it can't be seen as bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def exchange(

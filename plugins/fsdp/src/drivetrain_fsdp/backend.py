@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,15 +18,19 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from drivetrain.errors import UnsupportedError
 from drivetrain.interfaces import Backend
 from drivetrain.memory.activations import ActivationCheckpointing, checkpoint_activations
 from drivetrain.parallel.process_group import ProcessGroupHandle, init_process_group
 from drivetrain.specs import Capability
+from drivetrain_fsdp.accumulated import clear_gradients, gradients_so_far, put_gradients
 from drivetrain_fsdp.checks import check_model, check_unit, ignored_parameters
+from drivetrain_fsdp.context_parallel import divide_sequences
 from drivetrain_fsdp.materialize import Start, fill, find_start, replace_parameter
 from drivetrain_fsdp.mesh import Mesh, build_mesh, mesh_sizes
 from drivetrain_fsdp.options import FullyShardedDataParallelPlugin
 from drivetrain_fsdp.shards import cut_like, local, total_norm
+from drivetrain_fsdp.tensor_parallel import divide_layers
 from drivetrain_fsdp.units import expected_collectives, set_prefetching, units_of
 from drivetrain_fsdp.wrapping import choose_units
 
@@ -43,6 +48,8 @@ class FSDPBackend(Backend):
 
     _group: ProcessGroupHandle | None = None
     _mesh: Mesh | None = None
+    #: Whether gradients were kept on each process for a while, beside the shards' own.
+    _keeps_gradients = False
 
     # -- processes ---------------------------------------------------------------------------------------------------------
 
@@ -71,12 +78,11 @@ class FSDPBackend(Backend):
             **given,
         )
         self._models: list[torch.nn.Module] = []
+        self._plans: list[dict[str, str]] = []
         self._mesh = build_mesh(self.device, sizes)
 
     def teardown(self) -> None:
-        """End the mesh's groups, and the process group if it was made here."""
-        if self._mesh is not None:
-            self._mesh.destroy()
+        """Destroy the process group, and with it the mesh's, if it was made here."""
         if self._group is not None:
             self._group.destroy()
 
@@ -139,12 +145,13 @@ class FSDPBackend(Backend):
 
     def wrap_model(self, model: torch.nn.Module, *, evaluation: bool) -> torch.nn.Module:
         """Shard each unit, then what is left."""
+        start = find_start(model, self.options)
+        self._divide_layers(model, start)
         ignored = ignored_parameters(model, self.options)
         for parameter in ignored:
             parameter.data = parameter.data.to(self.device)
         units = choose_units(model, self.options, ignored)
         settings = self._settings(ignored)
-        start = find_start(model, self.options)
         for unit in [*units, model]:
             self._shard(unit, ignored, settings, start)
         if start is Start.EMPTY:
@@ -152,6 +159,21 @@ class FSDPBackend(Backend):
         set_prefetching(units, self.options)
         self._models.append(model)
         return model
+
+    def _divide_layers(self, model: torch.nn.Module, start: Start) -> None:
+        mesh = self.mesh.of("tp")
+        if mesh is None:
+            return
+        if start is Start.RANK_0:
+            raise UnsupportedError(
+                "With tp_size above 1, rank 0 can't be the only one that has weights: make the model on every process, or on none "
+                "(init_empty_weights)."
+            )
+        if start is Start.WHOLE and self.options.sync_module_states:
+            for parameter in model.parameters():
+                dist.broadcast(parameter.data, src=0)
+        config = self.context.handlers["ParallelismConfig"]
+        self._plans.append(divide_layers(model, mesh, config.tp_plan))
 
     def _settings(self, ignored: set[torch.nn.Parameter]) -> dict[str, Any]:
         return {
@@ -187,7 +209,7 @@ class FSDPBackend(Backend):
     def _precision_policy(self) -> MixedPrecisionPolicy:
         given = self.options.mixed_precision_policy
         if isinstance(given, dict):
-            dtypes = {k: getattr(torch, v) if isinstance(v, str) else v for k, v in given.items()}
+            dtypes: dict[str, Any] = {k: getattr(torch, v) if isinstance(v, str) else v for k, v in given.items()}
             return MixedPrecisionPolicy(**dtypes)
         dtype = self.precision.compute_dtype
         if dtype not in (torch.bfloat16, torch.float16):
@@ -213,6 +235,11 @@ class FSDPBackend(Backend):
             meshes = {id(p.device_mesh) if isinstance(p, DTensor) else 0 for p in group["params"]}
             if len(meshes) > 1 and "foreach" in group and not group.get("fused"):
                 group["foreach"] = False
+            if len(meshes) > 1 and self.precision.scales:
+                raise UnsupportedError(
+                    f"mixed_precision={self.precision.spec.name!r} looks for overflows in all gradients at once, and with tp_size above 1 they lie on "
+                    "different meshes. Use mixed_precision='bf16'."
+                )
         return optimizer
 
     def parameter_names(self, models: Sequence[torch.nn.Module]) -> dict[int, str]:
@@ -231,6 +258,7 @@ class FSDPBackend(Backend):
         """Without, gradients of whole parameters are kept on each process."""
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(enabled)
+            self._keeps_gradients = self._keeps_gradients or not enabled
 
     def normalize_gradients(self, parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         """Each process multiplies what it holds."""
@@ -260,9 +288,26 @@ class FSDPBackend(Backend):
             torch._foreach_clamp_min_(grads, -clip_value)
             torch._foreach_clamp_max_(grads, clip_value)
 
+    def zero_grad(self, optimizer: Any, set_to_none: bool = True) -> None:
+        """Also what isn't reduced yet: a window that is dropped leaves nothing behind."""
+        super().zero_grad(optimizer, set_to_none)
+        if self._keeps_gradients:
+            shards = {id(p) for p in self.optimizer_parameters(optimizer)}
+            for model in self._models:
+                clear_gradients(model, shards)
+
     def expected_collectives(self) -> dict[str, dict[str, int]]:
         """Gathers of each unit in forward, and in backward where it was sharded again; reductions at the window's end."""
         return expected_collectives(self._models, self.mesh, self.options)
+
+    def context_parallel(
+        self, buffers: Sequence[torch.Tensor], dims: Sequence[int], keep: set[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Divide sequences over the mesh's ``cp``."""
+        mesh = self.mesh.of("cp")
+        if mesh is None:
+            return super().context_parallel(buffers, dims, keep)
+        return divide_sequences(mesh.get_group(), buffers, dims, keep)
 
     # -- state under canonical names ---------------------------------------------------------------------------------------
 
@@ -282,6 +327,25 @@ class FSDPBackend(Backend):
             for name, value in state.items()
         }
         return super().load_model_state(model, fitting, strict=strict)
+
+    def window_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Those of the shards, or this process's own where they aren't reduced yet."""
+        self._reshard(model)
+        local_ones = gradients_so_far(model)
+        found = super().window_gradients(model)
+        return found | {n: local_ones[id(p)] for n, p in model.named_parameters() if id(p) in local_ones}
+
+    def load_window_gradients(self, model: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Gradients of whole parameters are kept until the window's end, where they are reduced."""
+        self._reshard(model)
+        super().load_window_gradients(model, {n: g for n, g in gradients.items() if isinstance(g, DTensor)})
+        own = {
+            id(p): gradients[n]
+            for n, p in model.named_parameters()
+            if n in gradients and not isinstance(gradients[n], DTensor)
+        }
+        put_gradients(model, own, self.device)
+        self._keeps_gradients = self._keeps_gradients or bool(own)
 
     @contextlib.contextmanager
     def full_parameters(self, model: torch.nn.Module, *, write: bool = False) -> Iterator[torch.nn.Module]:
@@ -310,6 +374,9 @@ class FSDPBackend(Backend):
         for i, model in enumerate(self._models):
             name = f"model {i}" if len(self._models) > 1 else "units"
             facts[name] = f"{len(units_of(model))} of {type(model).__name__}"
+        for plan in self._plans:
+            styles = Counter(plan.values())
+            facts["layers divided"] = ", ".join(f"{n} {style}" for style, n in sorted(styles.items()))
         return facts
 
 

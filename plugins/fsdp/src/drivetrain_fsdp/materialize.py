@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import itertools
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -92,37 +93,54 @@ def fill(model: torch.nn.Module, device: torch.device, initialize: Callable[[tor
     Args:
         model: The model, sharded.
         device: Where shards will be.
-        initialize: Called with each module that has weights of its own; None: its ``reset_parameters``, or the model's ``_init_weights``.
+        initialize: Called with each module that has weights of its own; None: the model's ``_init_weights`` (transformers' models have it), and
+            the module's ``reset_parameters``.
 
     Raises:
         UnsupportedError: On every rank, for a module that nothing fills.
     """
     owners = [m for m in inner_first(model) if _has_empty(m)]
-    functions = [initialize or _own_function(m, model) for m in owners]
-    unknown = sorted({type(m).__name__ for m, f in zip(owners, functions, strict=True) if f is None})
+    functions = {id(m): [initialize] if initialize else _own_functions(m, model) for m in owners}
+    unknown = sorted({type(m).__name__ for m in owners if not functions[id(m)]})
     if unknown:
-        raise UnsupportedError(
-            f"{', '.join(unknown)}: nothing says how to fill their weights, which are on the meta device. Give them a reset_parameters(), or pass "
-            "FullyShardedDataParallelPlugin(param_init_fn=...), a function that is called with each module (if a checkpoint is loaded next, one that does "
-            "nothing)."
-        )
+        _refuse(unknown)
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
     filled: set[int] = set()
-    for module, function in zip(owners, functions, strict=True):
-        assert function is not None
-        _fill_module(module, function, device, filled)
+    left: set[str] = set()
+    for module in owners:
+        if not _fill_module(module, functions[id(module)], device, filled) and initialize is None:
+            left.add(type(module).__name__)
+    if left:
+        _refuse(sorted(left))
+
+
+def _refuse(classes: list[str]) -> NoReturn:
+    raise UnsupportedError(
+        f"{', '.join(classes)}: nothing says how to fill their weights, which are on the meta device. Give them a reset_parameters(), or pass "
+        "FullyShardedDataParallelPlugin(param_init_fn=...), a function that is called with each module (if a checkpoint is loaded next, one that does "
+        "nothing)."
+    )
 
 
 def _fill_module(
-    module: torch.nn.Module, function: Callable[[torch.nn.Module], Any], device: torch.device, filled: set[int]
-) -> None:
-    shards = {n: p for n, p in module._parameters.items() if isinstance(p, DTensor)}
+    module: torch.nn.Module,
+    functions: list[Callable[[torch.nn.Module], Any]],
+    device: torch.device,
+    filled: set[int],
+) -> bool:
+    """Fill one module's own weights, by the first of the functions that leaves none out; whether there is one."""
+    shards: dict[str, Any] = {n: p for n, p in module._parameters.items() if isinstance(p, DTensor)}
     for name, shard in shards.items():
-        whole = torch.empty(shard.shape, dtype=shard.dtype, device=device)
+        whole = torch.full(shard.shape, float("nan"), device=device).to(shard.dtype)
         module._parameters[name] = torch.nn.Parameter(whole, requires_grad=shard.requires_grad)
     try:
-        with torch.no_grad():
-            function(module)
+        complete = False
+        for function in functions:
+            with torch.no_grad():
+                function(module)
+            complete = not any(module._parameters[n].isnan().any() for n in shards)  # type: ignore[union-attr]
+            if complete:
+                break
         values = {n: module._parameters[n] for n in shards}
     finally:
         module._parameters.update(shards)
@@ -135,6 +153,7 @@ def _fill_module(
         data = value.detach()
         dist.broadcast(data, src=0)
         local(shard).detach().copy_(local(cut_like(data, shard)))
+    return complete
 
 
 def _has_empty(module: torch.nn.Module) -> bool:
@@ -142,12 +161,12 @@ def _has_empty(module: torch.nn.Module) -> bool:
     return any(t is not None and t.is_meta for t in own)
 
 
-def _own_function(module: torch.nn.Module, model: torch.nn.Module) -> Callable[[torch.nn.Module], Any] | None:
-    for name in ("reset_parameters", "_reset_parameters"):
-        if callable(getattr(module, name, None)):
-            return lambda m, name=name: getattr(m, name)()  # type: ignore[misc]
+def _own_functions(module: torch.nn.Module, model: torch.nn.Module) -> list[Callable[[torch.nn.Module], Any]]:
+    found: list[Callable[[torch.nn.Module], Any]] = []
     for holder in model.modules():
         function = getattr(holder, "_init_weights", None)  # of transformers' models, also below an adapter's wrapper
         if callable(function):
-            return function  # type: ignore[no-any-return]
-    return None
+            found.append(function)
+            break
+    own = [n for n in ("reset_parameters", "_reset_parameters") if callable(getattr(module, n, None))]
+    return [*found, *map(operator.methodcaller, own)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,6 @@ class Mesh:
         shards: What ``fully_shard`` works on: one dimension, or replicas and shards.
         data: Processes that hold different rows, of which this is one.
         gradients: Processes over which gradients are averaged, of which this is one.
-        made: Groups that were made for it.
     """
 
     whole: DeviceMesh
@@ -37,18 +37,10 @@ class Mesh:
     shards: DeviceMesh
     data: dist.ProcessGroup
     gradients: dist.ProcessGroup
-    made: list[dist.ProcessGroup]
 
     def of(self, name: str) -> DeviceMesh | None:
         """The part of the mesh along one dimension; None if that has one process."""
         return self.whole[name] if self.sizes[name] > 1 else None
-
-    def destroy(self) -> None:
-        """End the process groups that were made for it."""
-        for group in self.made:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-        self.made = []
 
 
 def mesh_sizes(
@@ -87,13 +79,27 @@ def mesh_sizes(
 
 
 def build_mesh(device: torch.device, sizes: dict[str, int]) -> Mesh:
-    """Make the mesh. Collective.
+    """Make the mesh, or take the one that is there. Collective.
+
+    A mesh lives as long as the job's process group. torch keeps what it found out about DTensors by equal meshes, so that the groups of one that is
+    equal to a later one must not end before.
 
     Args:
         device: Where this process computes.
         sizes: Size of each dimension.
     """
-    before = set(_groups())
+    there = _meshes.setdefault(dist.group.WORLD, {})
+    key = device.type, tuple(sizes.items())
+    if key not in there:
+        there[key] = _make(device, sizes)
+    return there[key]
+
+
+#: By the process group that they are parts of: it mirrors torch's own groups, which are process-wide.
+_meshes: weakref.WeakKeyDictionary[Any, dict[Any, Mesh]] = weakref.WeakKeyDictionary()
+
+
+def _make(device: torch.device, sizes: dict[str, int]) -> Mesh:
     # The dimension of shards is there in any case: what is sharded must have one, if only of one process.
     names = tuple(n for n in _NAMES if sizes[n] > 1 or n == "dp_shard")
     whole = init_device_mesh(device.type, tuple(sizes[n] for n in names), mesh_dim_names=names)
@@ -102,13 +108,7 @@ def build_mesh(device: torch.device, sizes: dict[str, int]) -> Mesh:
         shards = DeviceMesh._concatenate([whole["dp_replicate"], shards])
     data = _joined(whole, ("dp_replicate", "dp_shard"), "dp").get_group()
     gradients = _joined(whole, ("dp_replicate", "dp_shard", "cp"), "dp_cp").get_group()
-    made = [g for g in _groups() if g not in before]
-    return Mesh(whole, sizes, shards, data, gradients, made)
-
-
-def _groups() -> list[Any]:
-    found: list[Any] = list(dist.distributed_c10d._world.pg_map)
-    return found
+    return Mesh(whole, sizes, shards, data, gradients)
 
 
 def _joined(whole: DeviceMesh, wanted: tuple[str, ...], name: str) -> DeviceMesh:

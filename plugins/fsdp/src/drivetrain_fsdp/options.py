@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import msgspec
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.config import Options
 from drivetrain.errors import ConfigurationError, UnsupportedError
@@ -38,7 +36,6 @@ else:
     WrapPolicy = str  # what files and variables can say; functions are looked at when they are used
 
 Names = list[str]
-Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass
@@ -89,7 +86,7 @@ class FullyShardedDataParallelPlugin(Options):
     reshard_after_forward: bool | int | None = None
     auto_wrap_policy: WrapPolicy = "auto"
     transformer_cls_names_to_wrap: Names = field(default_factory=list)
-    min_num_params: Count = 0
+    min_num_params: int = 0
     ignored_modules: str | Names | None = None
     mixed_precision_policy: dict[str, str | bool | None] | str | None = None
     cpu_offload: bool = False
@@ -107,9 +104,9 @@ class FullyShardedDataParallelPlugin(Options):
     def __post_init__(self) -> None:
         for name in ("sharding_strategy", "state_dict_type", "backward_prefetch"):
             setattr(self, name, _enum_name(getattr(self, name)))
-        if isinstance(self.transformer_cls_names_to_wrap, str):
-            names = self.transformer_cls_names_to_wrap.split(",")
-            self.transformer_cls_names_to_wrap = [n.strip() for n in names if n.strip()]
+        names: Any = self.transformer_cls_names_to_wrap
+        if isinstance(names, str):
+            self.transformer_cls_names_to_wrap = [n.strip() for n in names.split(",") if n.strip()]
         self.mixed_precision_policy = _policy(self.mixed_precision_policy)
         self._check_wrapping()
         self.validate()
@@ -165,8 +162,9 @@ class FullyShardedDataParallelPlugin(Options):
                 f"backward_prefetch={value!r}: use 'BACKWARD_PRE', 'NO_PREFETCH' or a number of units. ('BACKWARD_POST' was version 1's; "
                 "'NO_PREFETCH' needs as little memory.)"
             )
-        if self.forward_prefetch < 0:
-            raise ConfigurationError(f"forward_prefetch={self.forward_prefetch} must be 0 or more units.")
+        for name in ("forward_prefetch", "min_num_params"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)} must be 0 or more.")
 
     def _refuse(self) -> None:
         if self.fsdp_version != 2:

@@ -22,6 +22,7 @@ FSDP = BackendSpec(
             Capability.DISTRIBUTED,
             Capability.SHARDED_PARAMETERS,
             Capability.NO_SYNC,
+            Capability.MID_WINDOW_STATE,
             Capability.MULTIPLE_MODELS,
             Capability.COMPILE,
             Capability.CLIP_VALUE,

@@ -88,4 +88,5 @@ def _local_norm(parts: Sequence[torch.Tensor], norm_type: float, device: torch.d
         return torch.zeros((), dtype=torch.float32, device=device)
     norms = torch._foreach_norm(parts, norm_type)
     stacked = torch.stack([n.to(device, torch.float32) for n in norms])
-    return torch.linalg.vector_norm(stacked, norm_type)
+    norm: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    return norm

@@ -23,6 +23,10 @@ def units_of(model: torch.nn.Module) -> list[FSDPModule]:
     return [m for m in model.modules() if isinstance(m, FSDPModule)]
 
 
+def _unit_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [m for m in model.modules() if isinstance(m, FSDPModule)]
+
+
 def set_prefetching(units: Sequence[torch.nn.Module], options: FullyShardedDataParallelPlugin) -> None:
     """Say for each unit which ones are gathered while it computes: those beside it in the model."""
     forward, backward = int(options.forward_prefetch), options.backward_units
@@ -44,7 +48,7 @@ def expected_collectives(
     gathers = scatters = 0
     for model in models:
         trainable = any(p.requires_grad for p in model.parameters())
-        for unit in units_of(model):
+        for unit in _unit_modules(model):
             own = _own_parameters(unit)
             if not own:
                 continue

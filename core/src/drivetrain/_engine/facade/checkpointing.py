@@ -236,7 +236,10 @@ class CheckpointFacade:
         return self._checkpoints.register_load_state_pre_hook(hook)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """A model's whole weights by the unwrapped model's names; shards are put together. Collective.
+        """A model's whole weights by the unwrapped model's names. Collective.
+
+        Shards are put together one tensor at a time, in the CPU's memory of each machine's first process; on the others they are left out, since
+        the whole model may not fit there.
 
         Args:
             model: A prepared model.
@@ -245,7 +248,16 @@ class CheckpointFacade:
         if not unwrap:
             return dict(model.state_dict())
         state = self.backend.model_state(model)
-        return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in state.items()}
+        keeps = self._parts.control.is_local_main_process
+        whole: dict[str, Any] = {}
+        for name, value in state.items():
+            if not hasattr(value, "full_tensor"):
+                whole[name] = value
+                continue
+            full = value.full_tensor()  # every process takes part
+            if keeps:
+                whole[name] = full.cpu()
+        return whole
 
     def save_model(
         self,

@@ -26,7 +26,9 @@ class CollectiveFacade:
     _loader_stack: LoaderStack
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate each tensor of a structure over all processes along dimension 0, on every process.
+        """Concatenate each tensor of a structure over the processes that hold different rows, along dimension 0, on every process.
+
+        Those are all processes, but for ones that share the same rows (tensor and context parallel): they count once.
 
         Args:
             tensor: A tensor, or any structure of them. 0-d tensors are gathered as 1-d. Shapes must agree in all but dimension 0; with
@@ -41,8 +43,10 @@ class CollectiveFacade:
             >>> Accelerator(cpu=True).gather({"n": torch.tensor([1, 2]), "name": "x"})
             {'n': tensor([1, 2]), 'name': 'x'}
         """
-        gathered = collectives.gather(tensor, debug=self._debug)
-        self._met(2)
+        group = self.backend.data_group
+        gathered = collectives.gather(tensor, group=group, debug=self._debug)
+        if group is None:
+            self._met(2)
         return gathered
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -68,7 +72,9 @@ class CollectiveFacade:
         )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce each tensor of a structure over all processes, on every process.
+        """Reduce each tensor of a structure over the processes that hold different data, on every process.
+
+        Those are all processes, but for ones that compute the same (tensor parallel): they count once.
 
         Args:
             tensor: A structure of tensors of equal shapes on every process.
@@ -81,8 +87,10 @@ class CollectiveFacade:
             >>> Accelerator(cpu=True).reduce(torch.tensor([1.0, 2.0]), reduction="mean", scale=2.0)
             tensor([2., 4.])
         """
-        reduced = collectives.reduce(tensor, reduction=reduction, scale=scale)
-        self._met(2)
+        group = self.backend.gradient_group
+        reduced = collectives.reduce(tensor, reduction=reduction, scale=scale, group=group)
+        if group is None:
+            self._met(2)
         return reduced
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
