@@ -29,6 +29,7 @@ _COMMANDS = {
     "plugins": "List, show and check installed plugins.",
     "explain": "Show what would be chosen here, and why.",
     "checkpoint": "List, look into, check, export, compare and convert checkpoints.",
+    "config": "Write, show, check and change a configuration file.",
     "env": "Print what a bug report needs.",
     "launch": "Start a training script on one or many processes.",
     "quickstart": "Write a small training script and run it on two processes.",
