@@ -25,23 +25,19 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, ProjectConfiguration
-from drivetrain.errors import CheckpointError
 from drivetrain.utils import broadcast_object_list
 
 here = Path(sys.argv[1])
 victim, deadly_step = int(sys.argv[2]), int(sys.argv[3])
 project = ProjectConfiguration(project_dir=str(here / "run"), automatic_checkpoint_naming=True, total_limit=2)
-accelerator = Accelerator(cpu=True, project_config=project)
+accelerator = Accelerator(cpu=True, project_config=project, resume="auto")
 torch.manual_seed(0)
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 index = torch.arange({SAMPLES})
 loader = DataLoader(TensorDataset(index, index.float().unsqueeze(1)), batch_size=2, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-try:
-    accelerator.load_state()
-except CheckpointError:
-    pass  # the first start
+accelerator.resume()  # `epochs` would do it; the log wants to know first
 first = accelerator.step
 start = os.environ["TORCHELASTIC_RESTART_COUNT"]
 moment = broadcast_object_list([time.time_ns()])[0]  # a restart after a change of members has the same count
