@@ -43,7 +43,7 @@ def tables() -> str:
         cls = ours[name]
         keyword = CORE_OPTIONS[name].keyword if name in CORE_OPTIONS else _accepted(cls)
         way = f"`Accelerator({keyword}={cls.__name__}(...))`" if keyword else f"`kwargs_handlers=[{cls.__name__}(...)]`"
-        if name in ("launch", "local"):
+        if name in ("launch", *get_registry().specs("launcher")):
             way = "flags of `drivetrain launch`"
         parts += [f"\n## {cls.__name__}\n", f"{_summary(cls)}\n", f"In Python: {way}. In the file: `[{name}]`.\n"]
         parts += _table(cls, name)

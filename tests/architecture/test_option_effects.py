@@ -37,6 +37,7 @@ from .option_probes import (  # noqa: F401
     meshes,
     precisions,
     projects,
+    slurm,
     tracker_systems,
     trackers,
 )
@@ -155,7 +156,8 @@ def another(hint, default):
         return {"a": 1}
     if arguments:
         return another(next(a for a in arguments if a is not type(None)), default)
-    simple = {bool: lambda: not default, int: lambda: (default or 0) + 1, float: lambda: (default or 0.0) + 1.0}
+    number = default if isinstance(default, int | float) else 0
+    simple = {bool: lambda: not default, int: lambda: int(number) + 1, float: lambda: number + 1.0}
     return simple.get(hint, lambda: "text")()
 
 
@@ -184,7 +186,7 @@ def plain(value):
 
 def resolved(cls, name, environ):
     """The field's value and origin, with these variables."""
-    if SECTIONS[cls] in ("launch", "local"):
+    if SECTIONS[cls] in ("launch", *get_registry().specs("launcher")):
         path = environ.get("DRIVETRAIN_CONFIG_FILE")
         file = read_config_file(path) if path else read_config_file("/dev/null")
         result = resolve_options(cls, section=SECTIONS[cls], environ=environ, file=file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 
@@ -9,15 +10,19 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from drivetrain._plugins import get_registry
 from drivetrain.cli._flags import _is_bool
 from drivetrain.cli.launch import launch
 from drivetrain.config import variable
 from drivetrain.config.settings import CoreSettings
+from drivetrain.errors import ConfigurationError
 
-from .test_option_effects import FIELDS, IN_PYTHON_ONLY, SECTIONS, as_text, plain, resolved, written
+from .test_option_effects import FIELDS, SECTIONS, as_text, plain, resolved, written
 
 #: Fields of launching itself: they say how to start workers, and are probed by what is then started.
-OF_THE_LAUNCHER = ("launch", "local")
+OF_THE_LAUNCHER = ("launch", *get_registry().specs("launcher"))
+#: Their flags bear no section's name.
+PLAIN = ("", "launch", "local")
 
 
 def arguments(cls, name, value):
@@ -28,10 +33,19 @@ def arguments(cls, name, value):
     return [f"--{flag}", as_text(value)]
 
 
+def in_python_only(cls, name):
+    """Whether no text can say a value (other than none)."""
+    try:
+        cls.convert(name, "\0", strict=False)
+    except ConfigurationError as error:
+        return str(error).endswith("can only be given in Python")
+    return False
+
+
 TYPED = [
     (cls, name)
     for cls, name in FIELDS
-    if f"{cls.__name__}.{name}" not in IN_PYTHON_ONLY
+    if not in_python_only(cls, name)
     and SECTIONS[cls] not in OF_THE_LAUNCHER
     and (cls is CoreSettings or variable(name, SECTIONS[cls]) != variable("dynamo_backend"))  # one variable, one flag
 ]
@@ -53,8 +67,8 @@ def names():
 @pytest.mark.parametrize(("cls", "name"), FIELDS, ids=lambda x: getattr(x, "__name__", x))
 def test_every_setting_is_a_flag(cls, name):
     section = SECTIONS[cls]
-    wanted = name if section in ("", *OF_THE_LAUNCHER) else f"{section}__{name}"
-    if f"{cls.__name__}.{name}" in IN_PYTHON_ONLY:
+    wanted = name if section in PLAIN else f"{section}__{name}"
+    if in_python_only(cls, name):
         assert wanted not in names()
     elif variable(name, section) != variable("dynamo_backend"):
         assert wanted in names()
@@ -62,15 +76,13 @@ def test_every_setting_is_a_flag(cls, name):
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory):
-    """The variables of a worker that was launched with a flag for every setting."""
+    """``worker(cls)``: what was given for each field, and the variables of a worker that was launched with all those flags."""
     folder = tmp_path_factory.mktemp("worker")
     given = values(folder)
-    # All at once would contradict itself: a launch per options class.
-    found = {}
-    for cls in SECTIONS:
+
+    @functools.cache
+    def launched(cls):
         flags = [word for (c, n), value in given.items() if c is cls for word in arguments(c, n, value)]
-        if not flags:
-            continue
         target = folder / cls.__name__
         command = [
             "--quiet",
@@ -83,18 +95,18 @@ def worker(tmp_path_factory):
             f"env > {target}",
         ]
         result = CliRunner().invoke(launch, command)
-        assert result.exit_code == 0, (cls, result.output)
-        lines = target.read_text().splitlines()
-        found[cls] = dict(line.split("=", 1) for line in lines if "=" in line)
-    return given, found
+        assert result.exit_code == 0, result.output
+        return dict(line.split("=", 1) for line in target.read_text().splitlines() if "=" in line)
+
+    return lambda cls: (given, launched(cls))
 
 
 @pytest.mark.parametrize(("cls", "name"), TYPED, ids=lambda x: getattr(x, "__name__", x))
 def test_the_value_arrives_in_the_worker(worker, cls, name):
-    given, found = worker
+    given, found = worker(cls)
     value = given[cls, name]
     key = variable(name, SECTIONS[cls])
-    text = found[cls][key]
+    text = found[key]
     seen, origin = resolved(cls, name, {key: text})
     assert (plain(seen), str(origin)) == (value, key)
     assert os.environ.get(key) is None

@@ -101,7 +101,8 @@ def check_command(words):
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         command, words = command.get_command(click.Context(command), words[0]), words[1:]
         assert command is not None, words
-    flags = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
+    parameters = command.get_params(click.Context(command))  # some are made from schemas
+    flags = {option for parameter in parameters for option in [*parameter.opts, *parameter.secondary_opts]}
     for word in words:
         if word.endswith(".py"):
             break  # what follows is the script's

@@ -358,10 +358,16 @@ class CheckpointFormatSpec(_Spec):
 class LauncherSpec(_Spec):
     """Starts the processes of a job. ``target``: a `drivetrain.interfaces.Launcher`. Chosen with ``drivetrain launch --on NAME``.
 
+    Args:
+        remote: The processes run on machines that this one can't look at, and find each other by themselves: devices aren't looked for here, and
+            no address is needed.
+
     Example:
-        >>> LauncherSpec(name="local").name
-        'local'
+        >>> LauncherSpec(name="local").remote
+        False
     """
+
+    remote: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,10 @@ _COMMANDS = {
     "plugins": "List, show and check installed plugins.",
     "explain": "Show what would be chosen here, and why.",
     "checkpoint": "List, look into, check, export, compare and convert checkpoints.",
+    "config": "Write, show, check and change a configuration file.",
     "env": "Print what a bug report needs.",
     "launch": "Start a training script on one or many processes.",
+    "test": "Try the installation: processes, training, checkpoints.",
     "quickstart": "Write a small training script and run it on two processes.",
     "tracking": "Deliver values that were kept because a tracker was down.",
 }

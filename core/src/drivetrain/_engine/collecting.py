@@ -267,7 +267,7 @@ class Sections:
         found = []
         for kind, name, target in self._targets[section]:
             cls = self._registry.load(kind, name, target) if kind else load_target(target)
-            if issubclass(cls, Options):
+            if issubclass(cls, Options) and cls not in found:  # "launch" is a section of core and a command's
                 found.append(cls)
         return found
 

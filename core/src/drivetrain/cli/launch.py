@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from drivetrain.cli._flags import GroupedCommand, GroupedOption, SectionFlags, group_option, setting_flags
+from drivetrain.config.files import DEFAULT_FILE
 from drivetrain.config.settings import CoreSettings, variable
 from drivetrain.errors import ConfigurationError
 
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from drivetrain.launch._decide import Decision
 
 __all__ = ["launch", "run"]
-
-#: The configuration file that `drivetrain config` writes and that counts without being named.
-HERE = "drivetrain.toml"
 
 #: Flags by what they are: fields of `LaunchOptions`, core settings, settings of the local launcher.
 _LAUNCH = (
@@ -351,9 +349,13 @@ def _plain_flags(given: Mapping[str, Any]) -> dict[str, Any]:
         flags["cpu_binding"] = _once(flags, "cpu_binding", "numa", "--enable-cpu-affinity")
     if flags.get("multi_gpu") and flags.get("num_processes") is None:
         flags["nproc_per_node"] = _once(flags, "nproc_per_node", "gpu", "--multi-gpu")
-    if "config_file" not in flags and not os.environ.get(variable("config_file"), "").strip() and Path(HERE).is_file():
-        flags["config_file"] = HERE
-        flags["notes"] = [f"settings of {HERE} in this directory count (--config-file names another)."]
+    if (
+        "config_file" not in flags
+        and not os.environ.get(variable("config_file"), "").strip()
+        and Path(DEFAULT_FILE).is_file()
+    ):
+        flags["config_file"] = DEFAULT_FILE
+        flags["notes"] = [f"settings of {DEFAULT_FILE} in this directory count (--config-file names another)."]
     return flags
 
 

@@ -13,7 +13,10 @@ from drivetrain.config.options import nearest
 from drivetrain.config.settings import CoreSettings
 from drivetrain.errors import ConfigurationError
 
-__all__ = ["ConfigFile", "read_config_file"]
+__all__ = ["DEFAULT_FILE", "ConfigFile", "read_config_file"]
+
+#: The file that ``drivetrain config`` writes and that ``drivetrain launch`` takes by itself from the present directory.
+DEFAULT_FILE = "drivetrain.toml"
 
 _CORE = "core"
 

@@ -57,8 +57,12 @@ def local_world_size(request: LaunchRequest) -> int:
     return request.num_processes // request.num_machines
 
 
-def check_numbers(request: LaunchRequest) -> None:
+def check_numbers(request: LaunchRequest, *, remote: bool = False) -> None:
     """Find numbers that make no sense, alone or together.
+
+    Args:
+        request: What is to be started.
+        remote: The launcher's machines find each other by themselves.
 
     Raises:
         ConfigurationError: Naming the number and what it may be.
@@ -89,7 +93,7 @@ def check_numbers(request: LaunchRequest) -> None:
     port = request.main_process_port
     if port is not None and not 0 <= port <= 65535:
         raise ConfigurationError(f"The main process port is {port}; ports lie between 0 and 65535.")
-    if (request.num_machines > 1 or request.elastic) and (not request.main_process_ip or not port):
+    if not remote and (request.num_machines > 1 or request.elastic) and (not request.main_process_ip or not port):
         raise ConfigurationError(
             f"{request.num_machines} machine(s) need to know where to meet: give the address of machine 0 and a free port "
             f"on it, the same on each machine (--main-process-ip, --main-process-port)."

@@ -96,10 +96,14 @@ def decide(
     environ = {**environ, **of_sections}
     counter = _Counter(settings, registry, environ, availability)
     reasons = Sections(registry).check(file)
+    if launcher.remote:
+        _check_remote(command, options, launcher)
     total = _total(command, options, counter, reasons, asked=str(resolved.origins["num_processes"]))
-    check_numbers(_numbers(total, options))
+    check_numbers(_numbers(total, options), remote=launcher.remote)
     local = total // options.num_machines
-    if total > 1:
+    if launcher.remote:
+        pass  # what there is on the other machines can't be seen from here
+    elif total > 1:
         counter.plan(total, local)
     elif options.gpu_ids != "all":
         counter.device()
@@ -142,6 +146,17 @@ def _split_sections(
         else:
             variables.update({variable(name, section): value for name, value in values.items()})
     return sections.get(chosen, {}), variables
+
+
+def _check_remote(command: Command, options: LaunchOptions, launcher: LauncherSpec) -> None:
+    """What can only be found out on the machine itself must be said."""
+    if options.num_processes is None and command.per_machine in (None, "auto", "gpu", "cpu"):
+        raise ConfigurationError(
+            f"What the machines of {launcher.name!r} have can't be seen from here: give the number of processes (--num-processes, over "
+            "all machines, or --nproc-per-node)."
+        )
+    if options.gpu_ids != "all":
+        raise ConfigurationError(f"gpu_ids={options.gpu_ids!r}: {launcher.name!r} assigns devices. Leave it out.")
 
 
 def _numbers(total: int, options: LaunchOptions) -> LaunchRequest:

@@ -107,8 +107,23 @@ def failure(
 
 
 def first_of(failures: Sequence[RankFailure]) -> RankFailure:
-    """The failure that the others follow from: the earliest of those that the launcher didn't cause."""
-    return min(failures, key=lambda f: (f.stopped, f.time, f.rank))
+    """The failure that the others follow from: the earliest of those that the launcher didn't cause.
+
+    A rank that is killed can't note the moment, and others may have raised for its sake before its end is seen here.
+
+    Example:
+        >>> killed = RankFailure(rank=1, returncode=-9, time=5.02)
+        >>> first_of([RankFailure(rank=0, returncode=1, time=5.0, message="Connection closed by peer"), killed]).rank
+        1
+    """
+    return min(
+        failures, key=lambda f: (f.stopped, f.time - (_SEEN_LATE if f.returncode in _FROM_OUTSIDE else 0.0), f.rank)
+    )
+
+
+#: Signals that nobody sends to himself: other ranks' failures follow from these ends.
+_FROM_OUTSIDE = frozenset({-9, -7, -11})
+_SEEN_LATE = 1.0
 
 
 def report(failures: Sequence[RankFailure], *, world_size: int, seconds: float) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main(folder: Path) -> None:
-    """Run the call and leave the first rank's value."""
+    """Run the call and leave its value."""
     around = pickle.loads((folder / "around.pkl").read_bytes())
     sys.path[:] = around["path"]
     linecache.cache.update(around["cells"])
@@ -18,13 +18,12 @@ def main(folder: Path) -> None:
 
     function, args = cloudpickle.loads((folder / "call.pkl").read_bytes())
     value = function(*args)
-    if os.environ["LOCAL_RANK"] == "0":
-        try:
-            data = cloudpickle.dumps(value)
-        except Exception as error:
-            kind = type(value).__name__
-            raise TypeError(f"the function returned a {kind}, which can't be sent back: {error}") from error
-        (folder / "value.pkl").write_bytes(data)
+    try:
+        data = cloudpickle.dumps(value)
+    except Exception as error:
+        kind = type(value).__name__
+        raise TypeError(f"the function returned a {kind}, which can't be sent back: {error}") from error
+    (folder / f"value-{os.environ['LOCAL_RANK']}.pkl").write_bytes(data)
 
 
 if __name__ == "__main__":

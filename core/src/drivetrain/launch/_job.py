@@ -22,7 +22,7 @@ from drivetrain.launch._checks import command_line, local_world_size
 from drivetrain.launch._environment import base_environment, rank_environment
 from drivetrain.launch._failures import RankFailure, report
 from drivetrain.launch._output import Sink
-from drivetrain.launch._processes import FAILURE_GRACE, OutputPolicy, RankProcesses
+from drivetrain.launch._processes import DEFAULT_PREFIX, FAILURE_GRACE, OutputPolicy, RankProcesses
 from drivetrain.launch._stacks import SIGNAL, stacks_text
 from drivetrain.launch._streams import Destinations
 from drivetrain.launch.options import LocalOptions
@@ -63,10 +63,18 @@ class Job:
         options: The launcher's own settings.
         scratch: A directory for error files.
         stdout, stderr: Where output and messages go.
+        prefix: What stands before each line of a rank, see `OutputPolicy`.
     """
 
     def __init__(
-        self, request: LaunchRequest, options: LocalOptions, scratch: Path, *, stdout: Sink, stderr: Sink
+        self,
+        request: LaunchRequest,
+        options: LocalOptions,
+        scratch: Path,
+        *,
+        stdout: Sink,
+        stderr: Sink,
+        prefix: str | None = None,
     ) -> None:
         self._request = request
         self._options = options
@@ -86,6 +94,8 @@ class Job:
             stderr=stderr,
             destinations=Destinations(options.tee, options.redirects),
             watched=self._hang_timeout is not None,
+            prefix=DEFAULT_PREFIX if prefix is None else prefix,
+            role=options.role,
         )
         self._processes = RankProcesses(policy, scratch, shares=shares_of(options.cpu_binding, self._local))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import string
 import subprocess
 import threading
 import time
@@ -28,6 +29,10 @@ FAILURE_GRACE = 5.0
 INTERRUPT_GRACE = 10.0
 
 
+#: What stands before each line of a rank.
+DEFAULT_PREFIX = "[rank ${rank}] "
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputPolicy:
     """Where each rank's output goes.
@@ -37,6 +42,8 @@ class OutputPolicy:
         directory: Where each rank's output goes as ``rank-N.log``, and that of all as ``all.log``.
         stdout, stderr: The launcher's streams.
         destinations: With a directory, what is written and what is shown.
+        prefix: A rank's label, with ``${rank}``, ``${local_rank}`` and ``${role_name}``.
+        role: Role of the ranks.
         merged: Name of the file for all ranks of this machine.
         watched: No rank may write to the launcher's own streams: somebody looks for signs of life.
     """
@@ -48,6 +55,13 @@ class OutputPolicy:
     destinations: Destinations = field(default_factory=Destinations)
     watched: bool = False
     merged: str = "all.log"
+    prefix: str = DEFAULT_PREFIX
+    role: str = "default"
+
+    def name(self, *, rank: int, local_rank: int) -> bytes:
+        """What stands before a rank's lines."""
+        values = {"rank": rank, "local_rank": local_rank, "role_name": self.role}
+        return string.Template(self.prefix).safe_substitute(values).encode()
 
     def log_file(self, rank: int) -> Path | None:
         """The file of one rank, or None."""
@@ -285,7 +299,7 @@ class RankProcesses:
         """What becomes of a stream (1 is stdout, 2 is stderr) of a rank; None lets it write to the launcher's own."""
         policy = self.policy
         sink, writer = ((policy.stdout, self._stdout_writer), (policy.stderr, self._stderr_writer))[bit - 1]
-        name = f"[rank {rank}] ".encode()
+        name = policy.name(rank=rank, local_rank=local_rank)
         if log is not None and self._merged is not None:
             written, shown = policy.destinations.of(local_rank=local_rank, rank=rank, bit=bit)
             label = name if policy.label and policy.destinations != Destinations() else b""

@@ -14,12 +14,12 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from drivetrain.config.settings import variable
 from drivetrain.errors import LaunchError
 from drivetrain.interfaces.launcher import LaunchRequest
-from drivetrain.launch._checks import check_request
+from drivetrain.launch._checks import check_request, local_world_size
 from drivetrain.launch._failures import exit_code_of, first_of, report
 from drivetrain.launch._job import Job
 from drivetrain.launch._output import Sink
@@ -44,6 +44,10 @@ def notebook_launcher(
     rdzv_conf: Mapping[str, Any] | None = None,
     rdzv_id: str = "none",
     max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+    *,
+    returns: Literal["first", "all"] = "first",
 ) -> Any:
     """Run ``function(*args)`` on several ranks.
 
@@ -65,9 +69,13 @@ def notebook_launcher(
         rdzv_conf: Further settings of the rendezvous.
         rdzv_id: Name of the run.
         max_restarts: How often all ranks are started again after a failure.
+        monitor_interval: There for scripts that give it: here a rank's end is noticed at once, sooner than any interval.
+        log_line_prefix_template: What stands before each line of a rank, with ``${rank}``, ``${local_rank}`` and ``${role_name}``; None
+            for ``"[rank ${rank}] "``.
+        returns: "first" for the value of the first rank of this machine, "all" for a list of those of all its ranks.
 
     Returns:
-        What the function returned on the first rank of this machine. It travels back by value: tensors should be on the CPU.
+        What the function returned. It travels back by value: tensors should be on the CPU.
 
     Raises:
         LaunchError: With the traceback of the rank that failed first. No rank is left running.
@@ -81,7 +89,8 @@ def notebook_launcher(
     ranks = _default_ranks() if num_processes is None else num_processes
     if ranks == 1 and num_nodes == 1 and max_restarts == 0:
         with _environment(settings):
-            return function(*args)
+            value = function(*args)
+        return [value] if returns == "all" else value
     host, _, port = rdzv_endpoint.rpartition(":") if rdzv_endpoint else (master_addr, "", use_port)
     if port is None and num_nodes > 1:
         port = 29500
@@ -96,7 +105,8 @@ def notebook_launcher(
         max_restarts=max_restarts,
     )
     options = LocalOptions(rdzv_backend=rdzv_backend, rdzv_id=rdzv_id, rdzv_conf=dict(rdzv_conf or {}))
-    return _launch(function, args, request, options)
+    values = _launch(function, args, request, options, prefix=log_line_prefix_template)
+    return values if returns == "all" else values[0]
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Any:
@@ -120,10 +130,18 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     """
     settings = {variable("cpu"): "true"}
     request = LaunchRequest(command=[str(_RANK)], num_processes=num_processes, environment=settings)
-    return _launch(function, args, request, LocalOptions())
+    return _launch(function, args, request, LocalOptions())[0]
 
 
-def _launch(function: Callable[..., Any], args: Sequence[Any], request: LaunchRequest, options: LocalOptions) -> Any:
+def _launch(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    request: LaunchRequest,
+    options: LocalOptions,
+    *,
+    prefix: str | None = None,
+) -> list[Any]:
+    """What the function returned on each rank of this machine."""
     check_request(request)
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as scratch:
         folder = Path(scratch)
@@ -131,7 +149,7 @@ def _launch(function: Callable[..., Any], args: Sequence[Any], request: LaunchRe
         command = [*request.command, scratch]
         request = _with_command(request, command)
         streams = {"stdout": Sink(sys.stdout, direct=False), "stderr": Sink(sys.stderr, direct=False)}
-        outcome = Job(request, options, folder, **streams).run()
+        outcome = Job(request, options, folder, prefix=prefix, **streams).run()
         if outcome.signum is not None:
             if outcome.signum != signal.SIGINT:
                 os.kill(os.getpid(), outcome.signum)  # this process's own handlers are back in place
@@ -140,7 +158,7 @@ def _launch(function: Callable[..., Any], args: Sequence[Any], request: LaunchRe
             error = LaunchError(report(outcome.failures, world_size=outcome.world_size, seconds=outcome.seconds))
             error.exit_code = exit_code_of(first_of(outcome.failures).returncode)  # type: ignore[attr-defined]
             raise error
-        return _read(folder)
+        return [_read(folder / f"value-{i}.pkl") for i in range(local_world_size(request))]
 
 
 def _with_command(request: LaunchRequest, command: Sequence[str]) -> LaunchRequest:
@@ -181,13 +199,12 @@ def _by_value(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _read(folder: Path) -> Any:
-    """The value that the first rank of this machine left."""
+def _read(file: Path) -> Any:
+    """The value that a rank left."""
     import cloudpickle
 
-    data = (folder / "value.pkl").read_bytes()
     try:
-        return cloudpickle.loads(data)
+        return cloudpickle.loads(file.read_bytes())
     except Exception as error:  # unpickling runs the objects' own code
         raise LaunchError(f"What the function returned can't be read here: {type(error).__name__}: {error}") from error
 

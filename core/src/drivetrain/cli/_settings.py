@@ -1,0 +1,198 @@
+"""Settings as the command line writes them, checks them and finds them: ``section.key=value`` over all schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from drivetrain.config.files import ConfigFile, read_config_file
+from drivetrain.config.options import Options, nearest
+from drivetrain.config.precedence import resolve_core, resolve_options
+from drivetrain.config.settings import CoreSettings
+from drivetrain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from drivetrain._engine.collecting import Sections
+
+__all__ = ["Assignments", "problems", "resolved_rows", "write_changes"]
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignments:
+    """Values by section ("" for core's) and name, as a file holds them: checked against the schemas.
+
+    Args:
+        values: What was assigned.
+    """
+
+    values: Mapping[Key, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def key(text: str) -> Key:
+        """Section and name of a dotted key.
+
+        Example:
+            >>> Assignments.key("data-loader.prefetch"), Assignments.key("cpu")
+            (('data_loader', 'prefetch'), ('', 'cpu'))
+        """
+        section, _, name = text.strip().replace("-", "_").rpartition(".")
+        return ("" if section == "core" else section), name
+
+    @classmethod
+    def parse(cls, words: Sequence[str], sections: Sections) -> Assignments:
+        """Read ``KEY=VALUE`` words.
+
+        Raises:
+            ConfigurationError: For a key that nothing has (with the nearest one) or a value of a wrong type.
+        """
+        values: dict[Key, Any] = {}
+        for word in words:
+            text, equals, value = word.partition("=")
+            if not equals:
+                raise ConfigurationError(f"{word!r} isn't KEY=VALUE, as in launch.num_processes=4.")
+            key = cls.key(text)
+            values[key] = as_stored(*key, value, sections)
+        return cls(values)
+
+
+def as_stored(section: str, name: str, text: str, sections: Sections) -> Any:
+    """One value as a file holds it.
+
+    Raises:
+        ConfigurationError: See `Assignments.parse`.
+    """
+    shown = f"{section}.{name}" if section else name
+    owner = next((c for c in _classes(section, sections) if name in c.hints()), None)
+    if owner is None:
+        every = [
+            f"{s}.{n}" if s else n for s in ("", *sections.names()) for c in _classes(s, sections) for n in c.hints()
+        ]
+        raise ConfigurationError(f"Nothing installed has a setting {shown!r}.{_closest(shown, every)}")
+    try:
+        value = owner.convert(name, text, strict=False)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{shown}={text}: {error}") from None
+    return msgspec.to_builtins(value)
+
+
+def _classes(section: str, sections: Sections) -> list[type[Options]]:
+    if not section:
+        return [CoreSettings]
+    return sections.classes(section) if section in sections.names() else []
+
+
+def _closest(name: str, known: Sequence[str]) -> str:
+    hint = nearest(name, known)
+    return hint if "Did you mean" in hint else " `drivetrain config show --all` lists all settings."
+
+
+def problems(path: Path, sections: Sections) -> tuple[list[str], list[str]]:
+    """All that is wrong with a file, and what is only worth knowing.
+
+    Args:
+        path: The file.
+        sections: What is installed.
+    """
+    try:
+        file = read_config_file(path, said_by="drivetrain config")
+    except ConfigurationError as error:
+        return [str(error)], []
+    return list(_wrong(file, sections)), list(file.unknown_sections(sections.names()))
+
+
+def _wrong(file: ConfigFile, sections: Sections) -> Iterator[str]:
+    for section, values in file.sections.items():
+        classes = _classes(section, sections)
+        if section not in sections.names():
+            continue
+        for name, value in values.items():
+            owner = next((c for c in classes if name in c.hints()), None)
+            if owner is None:
+                known = [n for c in classes for n in c.hints()]
+                yield f"{file.where(name, section)}: [{section}] has no setting {name!r}.{nearest(name, known)}"
+                continue
+            try:
+                owner.convert(name, value)
+            except ConfigurationError as error:
+                yield f"{file.where(name, section)}: {error}"
+
+
+def resolved_rows(sections: Sections, file: ConfigFile, environ: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Every setting with its value and origin.
+
+    Raises:
+        ConfigurationError: For a value of a wrong type, naming where it stands.
+    """
+    core = resolve_core({}, environ=environ, file=file)
+    rows = _rows("", core.value, core.origins)
+    for section in sorted(sections.names()):
+        for cls in sections.classes(section):
+            found = resolve_options(cls, section=section, environ=environ, file=file)
+            rows += _rows(section, found.value, found.origins)
+    return rows
+
+
+def _rows(section: str, options: Options, origins: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for name, origin in origins.items():
+        value = msgspec.to_builtins(getattr(options, name), enc_hook=str)
+        rows.append({"key": f"{section}.{name}" if section else name, "value": value, "origin": str(origin)})
+    return rows
+
+
+def write_changes(path: Path, values: Mapping[Key, Any], dropped: Sequence[Key]) -> None:
+    """Set and take out keys of a TOML file; what else stands there stays as it is, comments too. A file that isn't there is made.
+
+    Raises:
+        ConfigurationError: If the file isn't TOML, or a key to take out isn't there.
+    """
+    import tomlkit
+    from tomlkit.exceptions import ParseError
+
+    try:
+        document = tomlkit.parse(path.read_text(encoding="utf-8")) if path.exists() else tomlkit.document()
+    except ParseError as error:
+        raise ConfigurationError(f"{path} is not valid TOML: {error}") from None
+    for (section, name), value in sorted(values.items()):
+        if value is None:  # TOML has no word for it: it is the default of every setting that may be none
+            _drop(document, section, name)
+            continue
+        table = _table(document, section, make=True)
+        table[_spelling(table, name)] = value
+    for section, name in dropped:
+        if not _drop(document, section, name):
+            raise ConfigurationError(f"{path} has no {f'{section}.{name}' if section else name}.")
+    path.write_text(tomlkit.dumps(document), encoding="utf-8")
+
+
+def _drop(document: Any, section: str, name: str) -> bool:
+    table = _table(document, section, make=False)
+    if table is None or _spelling(table, name) not in table:
+        return False
+    del table[_spelling(table, name)]
+    return True
+
+
+def _table(document: Any, section: str, *, make: bool) -> Any:
+    """The table of a section, in the spelling that the file has; core's settings may stand under ``[core]``."""
+    import tomlkit
+
+    if not section:
+        return document.get("core", document)
+    name = _spelling(document, section)
+    if name not in document:
+        if not make:
+            return None
+        document[name] = tomlkit.table()
+    return document[name]
+
+
+def _spelling(table: Any, name: str) -> str:
+    """A hyphen and an underscore are the same: what the file has, or an underscore."""
+    return next((str(key) for key in table if str(key).replace("-", "_") == name), name)

@@ -1,0 +1,1 @@
+"""SLURM for Drivetrain: detection inside of jobs, and ``drivetrain launch --on slurm``."""
