@@ -317,6 +317,34 @@ def test_a_loss_over_no_items_must_be_finite(weight, steps):
                 run.accumulator.backward(loss, weight=weight)
 
 
+class OnAChip(torch.Tensor):
+    """A weight on an accelerator, as far as one can tell."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: torch.device("cuda"))
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_weights_on_an_accelerator_are_told_a_window_later(empty):
+    """Nothing waits for them, and none is forgotten, whichever micro-batch it was of."""
+    run = Run(Loader([2] * 6), steps=3)
+
+    def train(stop):
+        for i in run.stack.active:
+            with run.accumulator.window((run.model,)):
+                items = torch.tensor(0.0 if i == empty else 2.0)
+                loss = run.model(torch.ones(2, 3)).sum() / items * (items > 0)
+                run.accumulator.backward(loss, weight=items.as_subclass(OnAChip))
+            if i == stop:
+                break
+
+    train(stop=2)
+    run.stack.active = Loader([2] * 6)
+    empty = -1
+    with pytest.raises(ConfigurationError, match="over no items is not finite"):
+        train(stop=2)
+
+
 def test_a_cross_entropy_over_ignored_targets_is_told():
     run = Run(Loader([2]), steps=1)
     with pytest.raises(ConfigurationError, match="weight=0"):

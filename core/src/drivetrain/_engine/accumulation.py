@@ -317,7 +317,8 @@ class Accumulator(GradientState):
         self.joining = False  # inside join_uneven_inputs, where ranks may have different numbers of batches
         self.reference = 0.0
         self._warned = False
-        self._empty: Any = None  # whether a loss over no items was not finite, still being read
+        self._found_empty: torch.Tensor | None = None  # whether a loss over no items was not finite, in this window
+        self._empty: Any = None  # the same of the window before, being read
         self.optimizers = 0  # prepared so far
         self.guard: NonfiniteGuard | None = None  # looks at losses and gradients, where `on_nonfinite` asks for it
         self.probe: Probe | None = None  # agrees with other processes, while a batch size is searched
@@ -377,7 +378,7 @@ class Accumulator(GradientState):
     def check_empty(self, loss: torch.Tensor, weight: Any) -> None:
         """A loss over no items must be finite: times zero, NaN stays NaN in all gradients.
 
-        Weights on an accelerator aren't waited for: what is found is told when the next window's weights come.
+        Weights on an accelerator aren't waited for: what is found is told when the next window ends.
 
         Raises:
             ConfigurationError: If it isn't.
@@ -386,10 +387,12 @@ class Accumulator(GradientState):
             if not weight and not bool(loss.isfinite().all()):
                 raise ConfigurationError(_EMPTY.format(float(loss.detach().sum())))
             return
-        if self._empty is not None and self.sync_gradients and self._empty.result()[0]:
-            raise ConfigurationError(_EMPTY.format("not finite"))
-        found = (weight == 0).logical_and(loss.detach().isfinite().all().logical_not())
-        self._empty = self.backend.read_later([found.reshape(())])
+        found = (weight == 0).reshape(()).logical_and(loss.detach().isfinite().all().logical_not())
+        self._found_empty = found if self._found_empty is None else self._found_empty.logical_or(found)
+        if self.sync_gradients:
+            if self._empty is not None and self._empty.result()[0]:
+                raise ConfigurationError(_EMPTY.format("not finite"))
+            self._empty, self._found_empty = self.backend.read_later([self._found_empty]), None
 
     def backward(self, loss: torch.Tensor, *, weight: Any = None, reduction: str = "mean", **kwargs: Any) -> None:
         """Back-propagate one micro-batch's loss."""

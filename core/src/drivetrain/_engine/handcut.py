@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._engine.accumulation import Window
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,7 +87,13 @@ def declared_window(
 
     Raises:
         ConfigurationError: Where it can't have so many.
+        UnsupportedError: If the backend cuts batches itself.
     """
+    if owner.backend.micro_batches_per_call > 1:
+        raise UnsupportedError(
+            f"accumulate(micro_batches={count}): the backend {owner.backend.spec.name!r} cuts batches itself, "
+            f"{owner.backend.micro_batches_per_call} micro-batches in one call of the model. Leave it out, and give the model the whole batch."
+        )
     window = windows.get(models)
     if not isinstance(window, DeclaredWindow):
         fresh = DeclaredWindow(owner, models)
