@@ -492,7 +492,7 @@ def test_the_end_of_the_program_waits_for_a_save_in_the_background(tmp_path):
     command = [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path / "c")]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert verify(tmp_path / "c").ok
-    assert ended.stderr == ""
+    assert "failed at" not in ended.stderr
     ended = subprocess.run([*command, "fails"], capture_output=True, text=True, check=True, timeout=120)
     assert "drivetrain-checkpoint failed at the program's end: a hook wrote link" in ended.stderr
     assert verify(tmp_path / "c").ok
