@@ -118,7 +118,6 @@ WRITTEN = {
     "ParallelismConfig.tp_plan": {},
     "ActivationCheckpointing.budget": 0.5,
     "LocalOptions.rdzv_conf": {"timeout": 5},
-    "MlflowOptions.tags": {"a": "b"},
 }
 IN_PYTHON_ONLY = {
     "ProfileKwargs.on_trace_ready",
@@ -153,7 +152,7 @@ def another(hint, default):
     if typing.get_origin(hint) in (list, tuple):
         return [another(arguments[0], default)]
     if typing.get_origin(hint) is dict:
-        return {"a": 1}
+        return {"a": another(arguments[1], None) if arguments else 1}
     if arguments:
         return another(next(a for a in arguments if a is not type(None)), default)
     number = default if isinstance(default, int | float) else 0
