@@ -49,6 +49,7 @@ class FSDPBackend(Backend):
 
     _group: ProcessGroupHandle | None = None
     _mesh: Mesh | None = None
+    keeps_own_gradients = True
     #: Whether gradients were kept on each process for a while, beside the shards' own.
     _keeps_gradients = False
 
