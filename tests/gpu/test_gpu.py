@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from drivetrain import Accelerator
+from drivetrain import Accelerator, FullyShardedDataParallelPlugin
 from drivetrain._plugins import get_registry
 from drivetrain.data import DataLoaderConfiguration, prepare_data_loader, rng_state, set_rng_state
 from drivetrain.testing.backend import BackendConformance
@@ -42,6 +42,50 @@ class TestDDP(BackendConformance):
     world_sizes = tuple(range(1, min(COUNT, 3) + 1))
     precisions = ("fp32", "bf16", "fp16")
     arguments = {"device": "cuda"}
+
+
+class TestFSDP(BackendConformance):
+    spec = get("backend", "fsdp")
+    world_sizes = tuple(range(1, min(COUNT, 3) + 1))
+    precisions = ("fp32", "bf16", "fp16")
+    arguments = {
+        "device": "cuda",
+        "fsdp_plugin": FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Linear"]),
+    }
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_offloaded_shards_train_alike_in_less_device_memory(workers, offload):
+    """Parameters, gradients and optimizer state of 64 MB are on the device, or in the CPU's memory."""
+
+    def run(offload):
+        plugin = FullyShardedDataParallelPlugin(cpu_offload=offload)
+        accelerator = Accelerator(device="cuda", fsdp_plugin=plugin)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Tanh()) for _ in range(4))
+        )
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        rows = torch.ones(4, 1024, device=accelerator.device)
+        losses = []
+        for _ in range(3):
+            loss = model(rows).pow(2).mean()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        held = {p.device.type for p in model.parameters()}
+        held |= {t.device.type for s in optimizer.state.values() for t in s.values() if t.ndim}
+        memory = torch.cuda.memory_allocated()
+        accelerator.end_training()
+        return losses, held, memory
+
+    (losses, held, memory), *_ = workers(1).run(run, offload)
+    (expected, *_), *_ = workers(1).run(run, False)
+    assert losses == pytest.approx(expected, rel=1e-3)
+    assert held == ({"cpu"} if offload else {"cuda"})
+    assert (memory < 24e6) is offload
 
 
 def parts(precision: str, **arguments):

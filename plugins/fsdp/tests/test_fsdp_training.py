@@ -1,5 +1,8 @@
 """Numbers under every strategy and wrapping, and that shards are shards."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -216,6 +219,19 @@ def test_ranks_start_with_rank_0s_weights(ranks):
         assert torch.equal(weight, made[0])
     for weight in ranks.run(run, False):
         assert torch.equal(weight, torch.cat([made[0][:2], made[1][2:]]))
+
+
+def test_models_that_are_freed_are_gone(ranks):
+    def run():
+        accelerator, model, optimizer = start()
+        step(accelerator, model, optimizer)
+        there = weakref.ref(model)
+        model, optimizer = accelerator.free_memory(model, optimizer)
+        gc.collect()
+        accelerator.end_training()
+        return there() is None
+
+    assert all(ranks.run(run))
 
 
 @pytest.mark.parametrize("write", [False, True])

@@ -266,6 +266,8 @@ def _window(
 
 
 def _shares_gradients(session: Session) -> bool:
+    if session.backend.keeps_own_gradients:
+        return False
     return any(is_dtensor(p) for model in session.models for p in session.backend.unwrap(model).parameters())
 
 

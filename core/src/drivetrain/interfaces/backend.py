@@ -410,6 +410,9 @@ class Backend:
         """
         yield self.unwrap(model)
 
+    #: Whether a process can go on with whole gradients of its own inside a window also where parameters are shards.
+    keeps_own_gradients = False
+
     def window_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Gradients of an open accumulation window by parameter name: this process's own, or DTensors of what is reduced already."""
         named = self.unwrap(model).named_parameters()
@@ -424,7 +427,7 @@ class Backend:
             elif parameter.grad is not None and type(gradient) is type(parameter.grad):
                 parameter.grad.copy_(gradient)  # it may be a view into a bucket
             else:
-                parameter.grad = gradient.to(parameter.device)
+                parameter.grad = self.place_state(parameter, gradient)
 
     def state_layout(self, parameter: torch.Tensor) -> Any:
         """How optimizer state of a parameter's shape lies on the processes: a DTensor or `Shards` with any values; a plain tensor for whole state.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -48,6 +49,7 @@ class FSDPBackend(Backend):
 
     _group: ProcessGroupHandle | None = None
     _mesh: Mesh | None = None
+    keeps_own_gradients = True
     #: Whether gradients were kept on each process for a while, beside the shards' own.
     _keeps_gradients = False
 
@@ -64,6 +66,11 @@ class FSDPBackend(Backend):
         assert self._mesh is not None, "setup() makes it"
         return self._mesh
 
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        """The prepared models that are still there, in order."""
+        return list(self._sharded)
+
     def setup(self) -> None:
         """Bring up the process group, or use the one that is there; then the mesh."""
         super().setup()
@@ -77,7 +84,7 @@ class FSDPBackend(Backend):
             debug=self.context.debug,
             **given,
         )
-        self._models: list[torch.nn.Module] = []
+        self._sharded: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
         self._plans: list[dict[str, str]] = []
         self._mesh = build_mesh(self.device, sizes)
 
@@ -155,9 +162,10 @@ class FSDPBackend(Backend):
         for unit in [*units, model]:
             self._shard(unit, ignored, settings, start)
         if start is Start.EMPTY:
-            fill(model, self.device, self.options.param_init_fn)
+            shards_on = torch.device("cpu") if self.options.cpu_offload else self.device
+            fill(model, self.device, shards_on, self.options.param_init_fn)
         set_prefetching(units, self.options)
-        self._models.append(model)
+        self._sharded[model] = None
         return model
 
     def _divide_layers(self, model: torch.nn.Module, start: Start) -> None:

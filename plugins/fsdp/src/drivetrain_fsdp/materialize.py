@@ -84,7 +84,12 @@ def replace_parameter(model: torch.nn.Module, old: torch.nn.Parameter, data: tor
     return new
 
 
-def fill(model: torch.nn.Module, device: torch.device, initialize: Callable[[torch.nn.Module], Any] | None) -> None:
+def fill(
+    model: torch.nn.Module,
+    device: torch.device,
+    shards_on: torch.device,
+    initialize: Callable[[torch.nn.Module], Any] | None,
+) -> None:
     """Give a sharded model on the meta device its first values. Collective.
 
     Module by module, as a constructor does (inner ones first), the weights of one module alone are made whole, filled by its own function on
@@ -92,7 +97,8 @@ def fill(model: torch.nn.Module, device: torch.device, initialize: Callable[[tor
 
     Args:
         model: The model, sharded.
-        device: Where shards will be.
+        device: Where this process computes.
+        shards_on: Where shards will be.
         initialize: Called with each module that has weights of its own; None: the model's ``_init_weights`` (transformers' models have it), and
             the module's ``reset_parameters``.
 
@@ -104,7 +110,13 @@ def fill(model: torch.nn.Module, device: torch.device, initialize: Callable[[tor
     unknown = sorted({type(m).__name__ for m in owners if not functions[id(m)]})
     if unknown:
         _refuse(unknown)
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        return torch.empty_like(tensor, device=shards_on if isinstance(tensor, DTensor) else device)
+
+    model._apply(allocate)
     filled: set[int] = set()
     left: set[str] = set()
     for module in owners:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -13,17 +14,13 @@ from drivetrain_fsdp.options import FullyShardedDataParallelPlugin
 __all__ = ["expected_collectives", "set_prefetching", "units_of"]
 
 
-def units_of(model: torch.nn.Module) -> list[FSDPModule]:
+def units_of(model: torch.nn.Module) -> list[Any]:
     """The units of a model, the model itself first.
 
     Example:
         >>> units_of(torch.nn.Linear(2, 2))
         []
     """
-    return [m for m in model.modules() if isinstance(m, FSDPModule)]
-
-
-def _unit_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in model.modules() if isinstance(m, FSDPModule)]
 
 
@@ -43,12 +40,12 @@ def set_prefetching(units: Sequence[torch.nn.Module], options: FullyShardedDataP
 def expected_collectives(
     models: Sequence[torch.nn.Module], mesh: Mesh, options: FullyShardedDataParallelPlugin
 ) -> dict[str, dict[str, int]]:
-    """Collectives of one forward and backward of each model without reduction, and with it."""
+    """Collectives of one forward and backward of each model without reduction, and with it; those of divided layers and sequences come on top."""
     shards = mesh.sizes["dp_shard"] * mesh.sizes["cp"]
     gathers = scatters = 0
     for model in models:
         trainable = any(p.requires_grad for p in model.parameters())
-        for unit in _unit_modules(model):
+        for unit in units_of(model):
             own = _own_parameters(unit)
             if not own:
                 continue
