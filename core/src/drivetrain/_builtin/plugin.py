@@ -159,14 +159,21 @@ def drivetrain_register_data_shardings() -> Iterable[DataShardingSpec]:
 
 @hookimpl
 def drivetrain_register_launchers() -> Iterable[LauncherSpec]:
-    """Processes on this machine."""
+    """Processes on this machine, and those of MPI."""
     return [
         LauncherSpec(
             name="local",
             summary="processes on this machine",
             target="drivetrain.launch.local:LocalLauncher",
             options="drivetrain.launch.options:LocalOptions",
-        )
+        ),
+        LauncherSpec(
+            name="mpi",
+            summary="processes of mpirun or mpiexec",
+            target="drivetrain.launch.mpi:MPILauncher",
+            options="drivetrain.launch.mpi:MPIOptions",
+            remote=True,
+        ),
     ]
 
 

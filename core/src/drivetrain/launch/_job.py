@@ -27,7 +27,7 @@ from drivetrain.launch._stacks import SIGNAL, stacks_text
 from drivetrain.launch._streams import Destinations
 from drivetrain.launch.options import LocalOptions
 
-__all__ = ["Job", "Outcome"]
+__all__ = ["Job", "Outcome", "free_port"]
 
 
 #: Seconds of silence after which ``--debug`` shows where the ranks are.
@@ -131,7 +131,7 @@ class Job:
             local_rank=0,
             local_world_size=1,
             master_addr="127.0.0.1",
-            master_port=self._request.main_process_port or _free_port(),
+            master_port=self._request.main_process_port or free_port(),
         )
         self._processes.start({0: {**self._environment, **identity}}, command_line(self._request))
         while self._processes.wait(60.0) is None:
@@ -263,7 +263,8 @@ def _quiet_torch() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody holds at the moment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

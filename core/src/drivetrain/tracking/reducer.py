@@ -125,12 +125,16 @@ class Reducer:
             raise self.error
 
     def leave(self) -> None:
-        """Tell the others how many calls there were here: no more come."""
+        """Tell the others how many calls there were here: no more come.
+
+        A process whose store is gone with the one that held it has nobody to tell. A new connection to it would be tried for minutes.
+        """
         import torch.distributed as dist
 
         if self._process.world_size > 1 and dist.is_available() and dist.is_initialized():
             with contextlib.suppress(RuntimeError):
-                (self._store or self._connect()).set(f"{self._prefix}/left/{self._process.rank}", str(self._calls))
+                store = self._store or dist.distributed_c10d._get_default_store()
+                store.set(f"{self._prefix}/left/{self._process.rank}", str(self._calls))
 
     def wait(self, timeout: float) -> bool:
         """Wait until all calls are through. Returns whether they are."""
