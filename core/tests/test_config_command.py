@@ -14,6 +14,7 @@ import time
 import pytest
 from click.testing import CliRunner
 
+from drivetrain._plugins import get_registry
 from drivetrain.cli import main
 from drivetrain.config import read_config_file
 
@@ -185,17 +186,19 @@ UP, DOWN, ENTER = "\x1b[A", "\x1b[B", "\r"
 
 
 def test_the_wizard_on_a_terminal_with_arrow_keys(tmp_path):
-    terminal = Terminal(tmp_path, "--set", "launch.num_machines=1")
+    terminal = Terminal(tmp_path, "--set", "launch.num_machines=1", "--set", "backend=auto")
     terminal.wait_for("How many processes?")
     assert "How many machines" not in terminal.plain()
     terminal.type("\x08" * 4 + "2" + ENTER)
     terminal.wait_for("Which precision?")
-    if "bf16" not in terminal.plain():
-        terminal.wait_for("bf16")
+    precisions = [p.aliases[0] if p.aliases else p.name for p in get_registry().specs("precision").values()]
+    following = precisions[(precisions.index("no") + 1) % len(precisions)]
+    if precisions[-1] not in terminal.plain():
+        terminal.wait_for(precisions[-1])
     terminal.type(DOWN + ENTER)
     assert terminal.end() == 0, terminal.plain()
     core, sections = written(tmp_path / "drivetrain.toml")
-    assert core == {"mixed_precision": "bf16"}
+    assert core == {"backend": "auto", "mixed_precision": following}
     assert sections == {"launch": {"num_machines": 1, "num_processes": 2}}
 
 

@@ -27,7 +27,7 @@ def test(ctx: click.Context, /, **flags: str | int | bool | None) -> None:
     from drivetrain.cli.launch import run
 
     given = {name: value for name, value in flags.items() if value is not None}
-    script = Path(__file__).with_name("_selftest.py")
+    script = Path(__file__).parents[1] / "launch" / "_selftest.py"
     code = run({**given, "label": False}, (str(script),))
     if code:
         click.echo(

@@ -31,7 +31,7 @@ def process_info(environ: Mapping[str, str]) -> ProcessInfo | None:
         ...     "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_STEP_NODELIST": "a[1-2]", "SLURM_JOB_ID": "7",
         ...     "SLURM_STEP_ID": "0", "MASTER_ADDR": "a1"})
         >>> process.rank, process.world_size, process.local_world_size, process.rendezvous
-        (2, 3, 1, 'tcp://a1:23366')
+        (2, 3, 1, 'tcp://a1:23719')
     """
     if not environ.get("SLURM_STEP_NUM_TASKS", "").strip() or not environ.get("SLURM_PROCID", "").strip():
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -145,7 +146,8 @@ def _require(fine: bool, what: str) -> None:
 
 def _say(accelerator: Accelerator, text: str) -> None:
     if accelerator.is_main_process:
-        print(text, flush=True)
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
