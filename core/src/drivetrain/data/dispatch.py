@@ -404,6 +404,8 @@ def serve(channel: Channel, steps: Iterator[Step], *, ahead: bool) -> Iterator[D
             step, failure, news = loop.read()
             sent.wait()
             yield Delivery(present.parts[0], present.round, step is None and failure is None, present.note)
+        # The last word must have arrived before anything can drop the loader, and with it the message: the others take it before their last batch.
+        news.wait()
         if failure is not None:
             raise failure
     finally:
