@@ -129,7 +129,7 @@ def reduce_timeout(value, folder):
         dist.barrier()
         if not accelerator.is_main_process:
             accelerator.log({"loss": 1.0}, reduce="mean")  # the other one's call, if it still waits
-        accelerator._hub._reducer.wait(0.5 if value < 1 else 20.0)
+        accelerator._hub._reducer.wait(20.0)  # until it is through, or has failed
         accelerator._hub._reducer.error = None
         return bool(failed)
 
