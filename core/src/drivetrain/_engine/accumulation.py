@@ -305,14 +305,20 @@ class Accumulator(GradientState):
         self.data_world_size = backend.data_world_size
         self.gradient_world_size = backend.gradient_world_size
         precision = backend.precision
-        #: Whether the backend or its precision may skip a step, and whether one of them acts when a window has ended: usually neither does, and
-        #: then neither is asked in each step.
+        # What neither the backend nor its precision adds anything to isn't asked of them in each step.
+        #: Whether a step may be skipped, and whether one of them acts when a window has ended.
         self.may_skip = (
             precision.scales
             or _overrides(backend, Backend, "step_was_skipped")
             or _overrides(precision, Precision, "was_skipped")
         )
         self.ends_windows = _overrides(backend, Backend, "end_window") or _overrides(precision, Precision, "update")
+        #: Whether ``backward``, ``step`` and ``zero_grad`` are torch's own.
+        self.plain_backward = not (precision.scales or _overrides(backend, Backend, "backward"))
+        self.plain_step = not (
+            _overrides(backend, Backend, "optimizer_step") or _overrides(precision, Precision, "step")
+        )
+        self.plain_zero_grad = not _overrides(backend, Backend, "zero_grad")
         self.sync_gradients = True
         self.joining = False  # inside join_uneven_inputs, where ranks may have different numbers of batches
         self.reference = 0.0
@@ -415,6 +421,8 @@ class Accumulator(GradientState):
         try:
             if self.probe is not None:
                 self.probe.backward(self, window, loss, **kwargs)
+            elif self.plain_backward:
+                loss.backward(**kwargs)
             else:
                 self.backend.backward(loss, window, **kwargs)
         except RuntimeError as error:

@@ -107,9 +107,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients where a window ends or starts; in between they are kept."""
-        window = self._accumulator.inside
-        if self._accumulator.sync_gradients if window is None else window.may_clear(self._optimizer):
-            self._backend.zero_grad(self._optimizer, set_to_none)
+        accumulator = self._accumulator
+        window = accumulator.inside
+        if accumulator.sync_gradients if window is None else window.may_clear(self._optimizer):
+            if accumulator.plain_zero_grad:
+                self._optimizer.zero_grad(set_to_none=set_to_none)
+            else:
+                self._backend.zero_grad(self._optimizer, set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, at a window's end; inside a window nothing happens."""
@@ -125,7 +129,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
             if self._stopped:
                 window.stepped = True
                 return None
-        result = self._backend.optimizer_step(self._optimizer, closure)
+        if accumulator.plain_step and closure is None:
+            result = self._optimizer.step()
+        else:
+            result = self._backend.optimizer_step(self._optimizer, closure)
         if not window.stepped:
             window.stepped = True
             if not (accumulator.may_skip and self._backend.step_was_skipped(self._optimizer)):

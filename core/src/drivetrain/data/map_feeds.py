@@ -157,11 +157,15 @@ class MapFeed(Feed):
         """The usual case, with as few layers as can be: what happens here happens in the training process for each batch."""
         rank, world = self.context.ranks.index, plan.layout.world
         put, fetch = self.context.reader.open_here(workers_seed)
-        read, indices, info = self.context.reader.seeder.read, plan.indices, plan.info
+        seeder, indices, info = self.context.reader.seeder, plan.indices, plan.info
         for step in steps:
             put(indices(step, rank))
+            seeder.reads += 1
             try:
-                batch = read(fetch, seed, step * world + rank)
+                if seeder.reads < seeder.attends_from:
+                    batch = fetch()
+                else:
+                    batch = seeder.attend(fetch, batch_seed(seed, step * world + rank))
             except StopIteration:
                 raise self._ended_early(step) from None
             yield batch, info(step, rank)

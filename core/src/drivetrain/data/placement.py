@@ -33,6 +33,8 @@ class Placement:
         self.device = device
         self.non_blocking = non_blocking
         self._is_cpu = device is not None and device.type == "cpu"
+        #: Whether tensors are where they should be without a look: this build of torch knows no device besides the CPU.
+        self.is_idle = self._is_cpu and torch.accelerator.current_accelerator() is None
         #: Without an accelerator there is no other place for some of a batch's tensors.
         self._alike = not torch.accelerator.is_available()
         self.overlaps = bool(prefetch and non_blocking and device is not None and _has_streams(device))

@@ -157,6 +157,9 @@ class UniformPlan(Plan):
         WindowPlan(size=2, global_rows=7)
     """
 
+    #: Samples that are listed ahead.
+    STRETCH = 512
+
     def __init__(self, order: Order, layout: Layout, *, contiguous: bool) -> None:
         self.order = order
         self._full, rest = divmod(len(order), layout.round_rows)
@@ -172,6 +175,9 @@ class UniformPlan(Plan):
         self._last_start = tuple(itertools.accumulate(new, initial=0))
         totals = [self._full * share + n for share, n in zip(shares, new, strict=True)]
         self._run_start = tuple(itertools.accumulate(totals, initial=0))
+        # A stretch of the order as a list: cutting a list takes a fraction of the time that making one takes.
+        self._stretch: list[Any] = []
+        self._stretch_start = 0
 
     def round_at(self, step: int) -> Round:  # noqa: D102
         if step < self._full:
@@ -215,7 +221,13 @@ class UniformPlan(Plan):
         return rows
 
     def _slice(self, start: int, stop: int) -> list[Any]:
-        return _listed(self.order[start:stop])
+        first, last = start - self._stretch_start, stop - self._stretch_start
+        if first < 0 or last > len(self._stretch):
+            # Ahead of a reader that goes on from where it was; nothing ahead for one that jumps between runs.
+            ahead = self.STRETCH if 0 <= first <= len(self._stretch) + self._size else 0
+            self._stretch, self._stretch_start = _listed(self.order[start : stop + ahead]), start
+            first, last = 0, stop - start
+        return self._stretch[first:last]
 
     def remaining(self, taken: int) -> Order:  # noqa: D102
         if taken > self._full:

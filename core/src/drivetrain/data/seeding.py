@@ -121,16 +121,17 @@ class BatchSeeder:
         (True, True, {'python'})
     """
 
-    __slots__ = ("_always", "_attention", "_count", "_mode", "used")
+    __slots__ = ("_always", "_mode", "attends_from", "reads", "used")
 
     #: All generators are watched during the first reads and then at each so-many-th; torch's, which takes little, more often.
-    FIRST, EVERY, EVERY_FOR_TORCH = 8, 512, 32
+    FIRST, EVERY, EVERY_FOR_TORCH = 8, 512, 64
 
     def __init__(self, mode: bool | str) -> None:
         self._mode = mode
-        self._count = 0
+        #: Reads so far.
+        self.reads = 0
         #: The next read that is more than a call; all of them once a generator is looked after.
-        self._attention = 0
+        self.attends_from = 0
         self._always = False
         #: Names of the generators that data was seen to use.
         self.used: set[str] = set()
@@ -138,7 +139,7 @@ class BatchSeeder:
 
     def start(self) -> None:
         """An epoch begins."""
-        self._attention = sys.maxsize if self._mode is False else 0
+        self.attends_from = sys.maxsize if self._mode is False else 0
         self._always = self._mode is True or torch.are_deterministic_algorithms_enabled()
 
     def read(self, fetch: Callable[[], Any], seed: int, index: int = 0) -> Any:
@@ -149,12 +150,14 @@ class BatchSeeder:
             seed: The epoch's seed, or the batch's with ``index`` 0; from 0 to 2**63 - 1.
             index: The batch's place among all ranks' batches.
         """
-        self._count = count = self._count + 1
-        if count < self._attention:
+        self.reads += 1
+        if self.reads < self.attends_from:
             return fetch()
-        return self._attend(fetch, batch_seed(seed, index), count)
+        return self.attend(fetch, batch_seed(seed, index))
 
-    def _attend(self, fetch: Callable[[], Any], seed: int, count: int) -> Any:
+    def attend(self, fetch: Callable[[], Any], seed: int) -> Any:
+        """The part of `read` that does something: when ``reads``, with this one, has come to ``attends_from``."""
+        count = self.reads
         if self._always:
             return self._read(fetch, seed, _GENERATORS, watch=False)
         watch_all = count <= self.FIRST or count % self.EVERY == 0
@@ -164,7 +167,7 @@ class BatchSeeder:
             return self._read(fetch, seed, names, watch=watch_all or watch_torch)
         finally:
             if count >= self.FIRST and not self.used:
-                self._attention = count - count % self.EVERY_FOR_TORCH + self.EVERY_FOR_TORCH
+                self.attends_from = count - count % self.EVERY_FOR_TORCH + self.EVERY_FOR_TORCH
 
     def _read(self, fetch: Callable[[], Any], seed: int, names: Collection[str], *, watch: bool) -> Any:
         saved = []
