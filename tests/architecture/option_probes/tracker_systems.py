@@ -92,7 +92,7 @@ def wandb_mode(value, folder):
 def wandb_attribute(name, field, first, second):
     @effect(f"WandbOptions.{name}", first, second)
     def observe(value, folder):
-        with run_of(folder, "wandb", WandbOptions(**{name: value})) as run:
+        with run_of(folder, "wandb", WandbOptions(mode="offline", **{name: value})) as run:
             return getattr(run, field)
 
     return observe
@@ -107,7 +107,7 @@ wandb_attribute("entity", "entity", ("a", "a"), ("b", "b"))
 
 @effect("WandbOptions.init_timeout", (7.0, 7.0), (9.0, 9.0))
 def wandb_init_timeout(value, folder):
-    with run_of(folder, "wandb", WandbOptions(init_timeout=value)) as run:
+    with run_of(folder, "wandb", WandbOptions(mode="offline", init_timeout=value)) as run:
         return run.settings.init_timeout
 
 
