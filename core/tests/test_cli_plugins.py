@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -72,7 +73,8 @@ CODE = """
 def site(tmp_path, monkeypatch):
     """Three distributions: good, broken, and one that lacks something."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("DRIVETRAIN_DISABLE_PLUGINS", "drivetrain-ddp,drivetrain-tensorboard,off-plugin")
+    installed = {entry.name for entry in importlib.metadata.entry_points(group="drivetrain.plugins")}
+    monkeypatch.setenv("DRIVETRAIN_DISABLE_PLUGINS", ",".join([*sorted(installed), "off-plugin"]))
     before = set(sys.modules)
     write_plugin(tmp_path, "toy", TOY, version="2.0", files={"toy_code.py": CODE, "toy_commands.py": COMMANDS})
     write_plugin(tmp_path, "wonky", "def helper():\n    raise ValueError('planted')\nhelper()")
