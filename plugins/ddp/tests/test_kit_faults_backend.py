@@ -32,6 +32,7 @@ class FaultyKit(BackendConformance):
         accelerator = super().make_accelerator(**kwargs)
         accelerator.backend.spec = self.spec
         accelerator.backend.__class__ = self.fault
+        accelerator.gradient_state.ask_backend()
         return accelerator
 
 
@@ -410,7 +411,8 @@ def test_undeclared_capabilities(workers, tmp_path):
     FaultyKit(DDPBackend, without).test_what_is_not_declared_is_refused(workers, 2, tmp_path / "good")
     with pytest.raises(AssertionError) as error:
         FaultyKit(RefusesNothing, without).test_what_is_not_declared_is_refused(workers, 2, tmp_path / "bad")
-    assert all(repr(name) in str(error.value) for name in left_out)
+    # Saves inside a window are put off by core itself, whatever the backend does.
+    assert all(repr(name) in str(error.value) for name in left_out if name != "mid-window-state")
 
 
 def test_a_one_process_backend_on_two(workers):

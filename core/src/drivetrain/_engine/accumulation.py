@@ -304,21 +304,7 @@ class Accumulator(GradientState):
         self.adjust_scheduler = adjust_scheduler
         self.data_world_size = backend.data_world_size
         self.gradient_world_size = backend.gradient_world_size
-        precision = backend.precision
-        # What neither the backend nor its precision adds anything to isn't asked of them in each step.
-        #: Whether a step may be skipped, and whether one of them acts when a window has ended.
-        self.may_skip = (
-            precision.scales
-            or _overrides(backend, Backend, "step_was_skipped")
-            or _overrides(precision, Precision, "was_skipped")
-        )
-        self.ends_windows = _overrides(backend, Backend, "end_window") or _overrides(precision, Precision, "update")
-        #: Whether ``backward``, ``step`` and ``zero_grad`` are torch's own.
-        self.plain_backward = not (precision.scales or _overrides(backend, Backend, "backward"))
-        self.plain_step = not (
-            _overrides(backend, Backend, "optimizer_step") or _overrides(precision, Precision, "step")
-        )
-        self.plain_zero_grad = not _overrides(backend, Backend, "zero_grad")
+        self.ask_backend()
         self.sync_gradients = True
         self.joining = False  # inside join_uneven_inputs, where ranks may have different numbers of batches
         self.reference = 0.0
@@ -336,6 +322,23 @@ class Accumulator(GradientState):
         self.between_windows: Callable[[], None] | None = None
         #: The window of the ``accumulate`` block that is running, if any.
         self.inside: Window | None = None
+
+    def ask_backend(self) -> None:
+        """See what the backend and its precision add to torch: what neither adds anything to isn't asked of them in each step."""
+        backend, precision = self.backend, self.backend.precision
+        #: Whether a step may be skipped, and whether one of them acts when a window has ended.
+        self.may_skip = (
+            precision.scales
+            or _overrides(backend, Backend, "step_was_skipped")
+            or _overrides(precision, Precision, "was_skipped")
+        )
+        self.ends_windows = _overrides(backend, Backend, "end_window") or _overrides(precision, Precision, "update")
+        #: Whether ``backward``, ``step`` and ``zero_grad`` are torch's own.
+        self.plain_backward = not (precision.scales or _overrides(backend, Backend, "backward"))
+        self.plain_step = not (
+            _overrides(backend, Backend, "optimizer_step") or _overrides(precision, Precision, "step")
+        )
+        self.plain_zero_grad = not _overrides(backend, Backend, "zero_grad")
 
     def window(self, models: tuple[torch.nn.Module, ...]) -> Window:
         """The window of these models."""
