@@ -55,8 +55,8 @@ def test_python_runs(page, tmp_path, monkeypatch):
 
 
 def variables():
-    """The environment, without what torch's compiler and wandb's own process add to it."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(("TORCHINDUCTOR_", "WANDB_SERVICE"))}
+    """The environment, without what torch's compiler, wandb's own process and MLflow's import change in it."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("TORCHINDUCTOR_", "WANDB_SERVICE", "_MLFLOW_"))}
 
 
 def a_training():

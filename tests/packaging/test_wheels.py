@@ -25,7 +25,7 @@ def test_wheels_hold_what_they_need_and_nothing_else(wheels, packages):
         assert f"{module}/py.typed" in names
         assert any(name.endswith("licenses/LICENSE") for name in names)
         assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {module}
-        assert not any("test" in Path(name).name and "/testing/" not in name for name in names)
+        assert not any(Path(name).name.startswith("test_") or "/tests/" in name for name in names)
     assert "drivetrain/cli/templates/train.py.txt" in found["drivetrain"]
     assert "drivetrain/_plugins/known_plugins.json" in found["drivetrain"]
 
@@ -64,7 +64,9 @@ def test_with_ddp_quickstart_trains_on_two_processes_in_an_empty_folder(clean, t
     clean.pip_install("drivetrain[ddp]")
     result = clean.run("drivetrain", "quickstart", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert len((tmp_path / "train.py").read_text().splitlines()) <= 36
+    assert (
+        sum(bool(line) for line in (tmp_path / "train.py").read_text().splitlines()) <= 33
+    )  # about 30, and blank ones
     assert "2 processes trained one model" in result.stdout
     (accuracy,) = re.findall(r"epoch 10 .* accuracy ([\d.]+)%", result.stdout)
     assert float(accuracy) > 90
