@@ -126,9 +126,15 @@ class Window:
         self._batch = batch
         ends_data = batch is not None and batch.is_last and owner.sync_with_dataloader
         self.last = last = ends_data or self.index + 1 >= self.size
-        self._scale = self._scale_of(batch)
+        if batch is not None and batch.rank_rows is owner.usual_rows:  # as `_scale_of`, in a round like the one before
+            if self._assumed == 0.0:
+                self._assumed = owner.usual_total * (1 if last else self.size)
+            self._seen += owner.usual_total
+            self._scale = batch.rows * owner.data_world_size / self._assumed
+        else:
+            self._scale = self._scale_of(batch)
         sync = last or owner.sync_each_batch
-        if sync is not self._synced:
+        if sync is not self._synced and owner.switches_sync:
             self._set_sync(sync)
         self._outer = owner.inside
         owner.inside = owner.current = self
@@ -158,6 +164,8 @@ class Window:
         self._seen += total
         if self._assumed == 0.0:
             return 1.0  # no rank has a row of its own
+        if total:
+            self._owner.usual_rows, self._owner.usual_total = batch.rank_rows, total
         return float(batch.rows * self._owner.data_world_size / self._assumed)
 
     def begin_outside(self, batch: Any) -> None:
@@ -305,6 +313,9 @@ class Accumulator(GradientState):
         self.data_world_size = backend.data_world_size
         self.gradient_world_size = backend.gradient_world_size
         self.ask_backend()
+        #: Rows of the last round by rank, the object itself, and their sum: rounds of one size share it.
+        self.usual_rows: tuple[int, ...] | str = "none yet"
+        self.usual_total = 0.0
         self.sync_gradients = True
         self.joining = False  # inside join_uneven_inputs, where ranks may have different numbers of batches
         self.reference = 0.0
@@ -333,6 +344,8 @@ class Accumulator(GradientState):
             or _overrides(precision, Precision, "was_skipped")
         )
         self.ends_windows = _overrides(backend, Backend, "end_window") or _overrides(precision, Precision, "update")
+        #: Whether reducing gradients can be switched off and on.
+        self.switches_sync = _overrides(backend, Backend, "set_gradient_sync")
         #: Whether ``backward``, ``step`` and ``zero_grad`` are torch's own.
         self.plain_backward = not (precision.scales or _overrides(backend, Backend, "backward"))
         self.plain_step = not (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -69,8 +70,7 @@ class BatchInfo(msgspec.Struct):
         return tuple(rank for rank, count in enumerate(self.round.received) if count == 0)
 
 
-@dataclass(frozen=True, slots=True)
-class WindowPlan:
+class WindowPlan(NamedTuple):
     """An accumulation window that starts with the present batch.
 
     Args:
