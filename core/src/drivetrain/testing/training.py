@@ -151,7 +151,8 @@ def _make_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer
         return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     if case.optimizer == "adagrad":  # has a state as soon as it is made
         return torch.optim.Adagrad(model.parameters(), lr=0.05)
-    return torch.optim.AdamW(model.parameters(), lr=0.02)
+    # Adam's first step is the sign of each gradient: with the usual eps, a gradient of nearly zero turns one rounding into twice the learning rate.
+    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
 
 
 def _make_scheduler(case: Case, optimizer: torch.optim.Optimizer) -> Any:
