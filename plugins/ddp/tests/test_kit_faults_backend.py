@@ -94,7 +94,7 @@ CASE = {
     ("fault", "settings", "message"),
     [
         (NeverReduces, {}, "gradients|norms|losses"),
-        (SumsOverRanks, {"max_norm": None}, "norms"),
+        (SumsOverRanks, {"max_norm": None}, "norms|losses"),
         (IgnoresItemWeights, {"weighted": True}, "norms|losses"),
         (KeepsGradients, {}, "losses"),
         (StepsACopy, {}, "losses"),

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from drivetrain._engine.empty_losses import EmptyLosses
 from drivetrain._engine.gradient_state import GradientState
 from drivetrain.errors import ConfigurationError, DistributedOperationError, UnsupportedError
 from drivetrain.interfaces import Backend, Precision
@@ -196,7 +197,7 @@ class Window:
         if weight is None:
             return loss if self._scale == 1.0 else loss * self._scale
         owner = self._owner
-        owner.check_empty(loss, weight)
+        owner.empty_losses.check(loss, weight)
         if self.size == 1 and owner.gradient_world_size == 1 and owner.inside is self:
             # One micro-batch on one rank is the whole window: its mean is the window's mean.
             return loss / _at_least_one(weight) if summed else loss
@@ -268,12 +269,6 @@ class Window:
         return torch.tensor(factor, dtype=torch.float32, device=self._owner.backend.device)
 
 
-_EMPTY = (
-    "backward(loss, weight=0): the loss over no items is {}, which would make all gradients NaN. Make it finite: sum / max(items, 1), "
-    "or the sum with backward(sum, weight=items, reduction='sum')."
-)
-
-
 def _overrides(thing: object, base: type, method: str) -> bool:
     return getattr(type(thing), method, None) is not getattr(base, method)
 
@@ -320,8 +315,7 @@ class Accumulator(GradientState):
         self.joining = False  # inside join_uneven_inputs, where ranks may have different numbers of batches
         self.reference = 0.0
         self._warned = False
-        self._found_empty: torch.Tensor | None = None  # whether a loss over no items was not finite, in this window
-        self._empty: Any = None  # the same of the window before, being read
+        self.empty_losses = EmptyLosses(self)
         self.optimizers = 0  # prepared so far
         self.guard: NonfiniteGuard | None = None  # looks at losses and gradients, where `on_nonfinite` asks for it
         self.probe: Probe | None = None  # agrees with other processes, while a batch size is searched
@@ -396,25 +390,6 @@ class Accumulator(GradientState):
                 dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.backend.gradient_group)
             self.reference = max(float(value.item()), 1.0) * self.num_steps
         return self.reference
-
-    def check_empty(self, loss: torch.Tensor, weight: Any) -> None:
-        """A loss over no items must be finite: times zero, NaN stays NaN in all gradients.
-
-        Weights on an accelerator aren't waited for: what is found is told when the next window ends.
-
-        Raises:
-            ConfigurationError: If it isn't.
-        """
-        if not isinstance(weight, torch.Tensor) or weight.device.type == "cpu":
-            if not weight and not bool(loss.isfinite().all()):
-                raise ConfigurationError(_EMPTY.format(float(loss.detach().sum())))
-            return
-        found = (weight == 0).reshape(()).logical_and(loss.detach().isfinite().all().logical_not())
-        self._found_empty = found if self._found_empty is None else self._found_empty.logical_or(found)
-        if self.sync_gradients:
-            if self._empty is not None and self._empty.result()[0]:
-                raise ConfigurationError(_EMPTY.format("not finite"))
-            self._empty, self._found_empty = self.backend.read_later([self._found_empty]), None
 
     def backward(self, loss: torch.Tensor, *, weight: Any = None, reduction: str = "mean", **kwargs: Any) -> None:
         """Back-propagate one micro-batch's loss."""
