@@ -163,7 +163,7 @@ def train_by_schedule(site, case):
     with installed(site):
         accelerator = Accelerator(backend="schedule", cpu=True, gradient_accumulation_steps=case.accumulation)
         model = WithLoss(case.weighted)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
         model, optimizer, scheduler, loader = accelerator.prepare(
             model,
             optimizer,

@@ -46,7 +46,7 @@ class Job:
             **keywords(backend, stage, gradient_accumulation_steps=case.accumulation, **more)
         )
         model = make_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
         loader: Any = torch.utils.data.DataLoader(make_data(case.samples), batch_size=case.batch_size)  # type: ignore[arg-type]
         try:
