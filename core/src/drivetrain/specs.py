@@ -179,7 +179,7 @@ class _Spec:
         name: Unique among specs of its kind; lower case, digits and hyphens.
         summary: One line for listings.
         target: The class or function that does the work, ``"package.module:Name"``.
-        requires: Requirements beyond the distribution's own, as PEP 508 strings (``"deepspeed>=0.16"``); a spec whose
+        requires: Requirements beyond the distribution's own, as PEP 508 strings (``"some-engine>=0.16"``); a spec whose
             requirement isn't met is listed with that reason and can't be chosen.
         options: The options class of this spec, ``"package.module:Name"``, a dataclass of plain field types derived from
             `drivetrain.config.Options`.

@@ -25,7 +25,7 @@ class AcceleratorState(ProcessControl):
     """One Accelerator's settings under Accelerate's names: ``accelerator.state``.
 
     A view of that Accelerator and not a singleton, so several with different settings live side by side. An attribute that is the
-    keyword of an options object (``deepspeed_plugin``) gives that object where the Accelerator has one, else None.
+    keyword of an options object (``accepts`` of its spec) gives that object where the Accelerator has one, else None.
 
     Args:
         accelerator: Whose settings.
