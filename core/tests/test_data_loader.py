@@ -507,3 +507,33 @@ def test_no_warnings_in_ordinary_use():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         list(prepare_data_loader(DataLoader(range(5), batch_size=2, shuffle=True)))
+
+
+class Moved:
+    """A batch with a way of its own to a device."""
+
+    def __init__(self):
+        self.devices = []
+
+    def to(self, device, **kwargs):
+        self.devices.append(str(device))
+        return self
+
+
+class Makes(DataLoader):
+    def __iter__(self):
+        return iter([Moved()])
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(range(1), collate_fn=lambda rows: Moved()),
+        DataLoader([Moved()], batch_size=None),
+        Makes(range(1)),
+    ],
+    ids=["collate_fn", "batch_size=None", "__iter__"],
+)
+def test_batches_that_know_how_to_move_are_told_also_on_the_cpu(loader):
+    (batch,) = prepare_data_loader(loader, device="cpu")
+    assert batch.devices == ["cpu"]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, default_collate, default_convert
+from torch.utils.data import DataLoader, default_collate
 
 from drivetrain.data.batch import BatchInfo, WindowPlan
 from drivetrain.data.feeds import Context, Feed, Pairs
@@ -88,8 +88,8 @@ class PreparedDataLoader(DataLoader[T_co]):
         self._synchronize()
         feed = self._pairs(skip)
         place = parts.placement.move if parts.placement.device is not None else None
-        if parts.placement.is_idle and self.collate_fn in (default_collate, default_convert):
-            place = None  # plain tensors, on the CPU
+        if parts.placement.is_idle and self.collate_fn is default_collate and not parts.whole_class:
+            place = None  # plain tensors, on the CPU; what others make may have a `to` of its own
         if parts.placement.overlaps:
             feed, place = parts.placement.overlapped(feed), None
         attributes["_ended"] = False
