@@ -1,6 +1,6 @@
 """What tracking costs the training thread: microseconds per ``log`` of ten scalars, against the system's own library called by hand.
 
-Run it with the packages on the path: ``python tests/benchmarks/bench_tracking.py``. Prints one table, and steps per second with trackers on and off.
+Run it with ``python -m tests.benchmarks.bench_tracking``. Prints one table, and steps per second with trackers on and off.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tests.quiet_trackers import QUIET_COMET, QUIET_WANDB
 
 from drivetrain._builtin.jsonl import JSONL_SPEC
 from drivetrain.tracking import TrackerHub
@@ -52,19 +53,6 @@ def cost(log, rows, count):
     return statistics.median(times) / 1000, times[int(0.99 * len(times))] / 1000
 
 
-QUIET_COMET = dict.fromkeys(
-    (
-        "log_code",
-        "log_graph",
-        "log_git_metadata",
-        "log_git_patch",
-        "auto_output_logging",
-        "log_env_details",
-        "parse_args",
-    ),
-    False,
-)
-QUIET_WANDB = {"console": "off", "x_disable_stats": True, "silent": True}
 INIT_KWARGS = {
     "wandb": {"mode": "offline", "settings": QUIET_WANDB},
     "comet": {"mode": "offline", "display_summary_level": 0, **QUIET_COMET},

@@ -7,6 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 import torch
+from tests.quiet_trackers import QUIET_COMET, QUIET_WANDB
 
 from drivetrain.testing.tracker import StoredRun
 from drivetrain.tracking import read_run
@@ -14,20 +15,8 @@ from drivetrain.tracking import read_run
 PLUGINS = pathlib.Path(__file__).parents[2] / "plugins"
 STEPS = 40
 
-QUIET_COMET = dict.fromkeys(
-    (
-        "log_code",
-        "log_graph",
-        "log_git_metadata",
-        "log_git_patch",
-        "auto_output_logging",
-        "log_env_details",
-        "parse_args",
-    ),
-    False,
-)
 INIT_KWARGS = {
-    "wandb": {"mode": "offline", "settings": {"console": "off", "x_disable_stats": True, "silent": True}},
+    "wandb": {"mode": "offline", "settings": QUIET_WANDB},
     "comet_ml": {"mode": "offline", "display_summary_level": 0, **QUIET_COMET},
     "mlflow": {"run_name": "two"},
 }

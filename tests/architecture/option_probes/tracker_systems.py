@@ -15,6 +15,8 @@ import zipfile
 from pathlib import Path
 from unittest import mock
 
+from tests.quiet_trackers import QUIET_COMET, QUIET_WANDB
+
 from drivetrain import Accelerator
 from drivetrain.errors import DrivetrainError
 from drivetrain.tracking import TrackingOptions
@@ -32,21 +34,9 @@ QUIET = {
     "WANDB_SILENT": "true",
     "WANDB_MODE": "offline",
 }
-PLAIN_COMET = dict.fromkeys(
-    (
-        "log_code",
-        "log_graph",
-        "log_git_metadata",
-        "log_git_patch",
-        "auto_output_logging",
-        "log_env_details",
-        "parse_args",
-    ),
-    False,
-)
 INIT_KWARGS = {
-    "comet": {"display_summary_level": 0, **PLAIN_COMET},
-    "wandb": {"settings": {"console": "off", "x_disable_stats": True, "silent": True}},
+    "comet": {"display_summary_level": 0, **QUIET_COMET},
+    "wandb": {"settings": QUIET_WANDB},
 }
 
 
