@@ -14,7 +14,7 @@ from drivetrain.config import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
-from drivetrain.config.handlers import CORE_OPTIONS
+from drivetrain.config.sections import CORE_OPTIONS
 from drivetrain.errors import ConfigurationError
 
 

@@ -20,7 +20,7 @@ from drivetrain._plugins import get_registry
 from drivetrain._plugins.known import known_plugins
 from drivetrain.config import variable
 from drivetrain.config.describing import described
-from drivetrain.config.handlers import CORE_OPTIONS
+from drivetrain.config.sections import CORE_OPTIONS
 from drivetrain.config.settings import CoreSettings
 
 PAGE = Path(__file__).parents[1] / "configuration.md"

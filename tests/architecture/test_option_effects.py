@@ -20,7 +20,7 @@ from drivetrain._engine.resolve import resolve
 from drivetrain._lazy import load_target
 from drivetrain._plugins import get_registry
 from drivetrain.config import read_config_file, resolve_options, variable
-from drivetrain.config.handlers import OTHER_SECTIONS
+from drivetrain.config.sections import OTHER_SECTIONS
 from drivetrain.config.settings import CoreSettings
 from drivetrain.errors import ConfigurationError
 

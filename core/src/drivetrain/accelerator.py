@@ -21,10 +21,7 @@ from drivetrain._engine.facade.settings import SettingsFacade
 from drivetrain._engine.optimizer import PreparedOptimizer
 from drivetrain._engine.plan import PreparePlan
 from drivetrain._engine.prepare import PreparedObjects, kind_of
-from drivetrain._engine.schedule_length import ScheduleCheck
 from drivetrain._engine.scheduler import PreparedScheduler
-from drivetrain._engine.uneven import UnevenGuard
-from drivetrain.config.handlers import ProfileKwargs
 from drivetrain.data.config import DataLoaderConfiguration
 from drivetrain.errors import ConfigurationError
 from drivetrain.interfaces import PrepareRequest
@@ -130,8 +127,9 @@ class Accelerator(
         self.gradient_state: Accumulator = parts.accumulator
         self._objects = PreparedObjects()
         if self.gradient_state.gradient_world_size > 1:
+            from drivetrain._engine.uneven import UnevenGuard
+
             self._loader_stack.guard = UnevenGuard(self.gradient_state, self._objects.by_kind["model"])
-        self._schedules: ScheduleCheck | None = None
         if parts.plan.settings.on_nonfinite != "ignore":
             from drivetrain._engine.nonfinite import NonfiniteGuard
 
@@ -268,6 +266,8 @@ class Accelerator(
             repeats=repeats,
         )
         if self.num_processes > 1 and repeats == 1:
+            from drivetrain._engine.schedule_length import ScheduleCheck
+
             self._schedules = self._schedules or ScheduleCheck(self.num_processes, main=self.is_main_process)
             self._schedules.add(prepared)
         return prepared
@@ -405,6 +405,7 @@ class Accelerator(
             profile_handler: A ``ProfileKwargs``; default: that of the constructor.
         """
         from drivetrain._engine.profiling import profile
+        from drivetrain.config.handlers import ProfileKwargs
 
         return profile(profile_handler or self.plan.option(ProfileKwargs), rank=self.process_index)
 

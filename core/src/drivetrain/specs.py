@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 __all__ = [
     "API_VERSION",
@@ -93,8 +94,32 @@ class Score(enum.IntEnum):
     REQUESTED = 300
 
 
-@dataclass(frozen=True, slots=True)
-class Detection:
+class _Record:
+    """Equality, hash and text of the descriptors.
+
+    Generated anew for each class, as dataclasses have it, they would take a third of the time that this module takes, in every process and before every command.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def __repr__(self) -> str:
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return f"{type(self).__qualname__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Detection(_Record):
     """One plugin's answer to "does this apply here?".
 
     Args:
@@ -112,8 +137,8 @@ class Detection:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessInfo:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class ProcessInfo(_Record):
     """Who this process is among all processes of the job.
 
     Args:
@@ -146,8 +171,8 @@ class ProcessInfo:
         return self.world_size > 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Request(_Record):
     """What is known before anything is chosen: the input of detection hooks. Read-only and torch-free.
 
     Args:
@@ -171,8 +196,8 @@ class Request:
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Spec:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class _Spec(_Record):
     """Common to all specs.
 
     Args:
@@ -197,7 +222,7 @@ class _Spec:
     exports: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class BackendSpec(_Spec):
     """How models, optimizers and gradients live across processes. ``target``: a `drivetrain.interfaces.Backend`.
 
@@ -222,7 +247,7 @@ class BackendSpec(_Spec):
     distributed_type: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class DeviceSpec(_Spec):
     """A kind of accelerator (or the CPU). ``target``: a `drivetrain.interfaces.Device`; the default serves all that follow torch's module protocol.
 
@@ -248,7 +273,7 @@ class DeviceSpec(_Spec):
     priority: int = 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class ClusterSpec(_Spec):
     """Which variables tell a process who it is.
 
@@ -282,7 +307,7 @@ class ClusterSpec(_Spec):
     priority: int = 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class PrecisionSpec(_Spec):
     """Owns dtype and scaling. ``target``: a `drivetrain.interfaces.Precision`.
 
@@ -299,7 +324,7 @@ class PrecisionSpec(_Spec):
     dtypes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class ShardingPlannerSpec(_Spec):
     """Turns a profile of model and hardware into candidate plans. ``target``: a `drivetrain.interfaces.ShardingPlanner`.
 
@@ -311,7 +336,7 @@ class ShardingPlannerSpec(_Spec):
     backend: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class DataShardingSpec(_Spec):
     """Which global sample indices belong to which rank. ``target``: a `drivetrain.interfaces.DataSharding`.
 
@@ -321,7 +346,7 @@ class DataShardingSpec(_Spec):
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class TrackerSpec(_Spec):
     """An experiment tracker. ``target``: a `drivetrain.interfaces.Tracker`.
 
@@ -342,7 +367,7 @@ class TrackerSpec(_Spec):
     aliases: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class CheckpointFormatSpec(_Spec):
     """How tensors and plain data are stored in a checkpoint. ``target``: a `drivetrain.interfaces.CheckpointFormat`.
 
@@ -354,7 +379,7 @@ class CheckpointFormatSpec(_Spec):
     suffix: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class LauncherSpec(_Spec):
     """Starts the processes of a job. ``target``: a `drivetrain.interfaces.Launcher`. Chosen with ``drivetrain launch --on NAME``.
 
@@ -370,7 +395,7 @@ class LauncherSpec(_Spec):
     remote: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class CommandSpec(_Spec):
     """A subcommand of ``drivetrain``. ``target``: a click command, imported only when it is run.
 

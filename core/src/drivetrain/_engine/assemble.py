@@ -6,22 +6,20 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch.distributed as dist
 
 from drivetrain._engine.accumulation import Accumulator
 from drivetrain._engine.availability import detect_devices
-from drivetrain._engine.compile import Compiler
 from drivetrain._engine.plan import Arguments, PreparePlan
 from drivetrain._engine.resolve import resolve
 from drivetrain._engine.stopping import Stopper
 from drivetrain._plugins import Registry, get_registry
 from drivetrain.checkpoint.location import is_remote
 from drivetrain.checkpoint.project import ProjectConfiguration
-from drivetrain.config.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
 from drivetrain.data import DataLoaderConfiguration, LoaderStack
 from drivetrain.errors import ConfigurationError, UnsupportedError
 from drivetrain.interfaces import Backend, BackendContext, Device
@@ -29,14 +27,14 @@ from drivetrain.parallel.process import ProcessControl, Trigger
 from drivetrain.specs import Capability, ProcessInfo
 
 if TYPE_CHECKING:
+    from drivetrain._engine.compile import Compiler
     from drivetrain.interfaces import Precision
     from drivetrain.tracking import TrackerHub
 
 __all__ = ["Parts", "assemble", "dismantle"]
 
 
-@dataclass(slots=True, kw_only=True)
-class Parts:
+class Parts(msgspec.Struct, kw_only=True):
     """What an Accelerator is made of."""
 
     registry: Registry
@@ -75,7 +73,7 @@ def assemble(given: Mapping[str, Any]) -> Parts:
     backend.setup()
     _verify_ranks(registry, plan)
     stack = LoaderStack()
-    accumulation = plan.option(GradientAccumulationPlugin)
+    windows = plan.options.get("GradientAccumulationPlugin")  # its class is imported only by those who use it
     return Parts(
         registry=registry,
         plan=plan,
@@ -90,14 +88,15 @@ def assemble(given: Mapping[str, Any]) -> Parts:
             backend,
             stack,
             num_steps=_calls_per_window(backend),
-            sync_with_dataloader=accumulation.sync_with_dataloader,
-            sync_each_batch=accumulation.sync_each_batch,
-            adjust_scheduler=accumulation.adjust_scheduler,
+            **({} if windows is None else {name: getattr(windows, name) for name in _WINDOW_SETTINGS}),
         ),
         # A copy: `accelerator.even_batches = ...` must not change another Accelerator that was given the same object.
         dataloader_config=plan.option(DataLoaderConfiguration).replaced(),
         project_configuration=plan.option(ProjectConfiguration),
     )
+
+
+_WINDOW_SETTINGS = ("sync_with_dataloader", "sync_each_batch", "adjust_scheduler")
 
 
 def _calls_per_window(backend: Backend) -> int:
@@ -204,6 +203,9 @@ def _make_compiler(plan: PreparePlan) -> Compiler | None:
         raise UnsupportedError(
             f"dynamo_backend={plan.settings.dynamo_backend!r} compiles models, which the backend {plan.backend.name!r} can't. Leave it out."
         )
+    from drivetrain._engine.compile import Compiler
+    from drivetrain.config.handlers import TorchDynamoPlugin
+
     options = plan.option(TorchDynamoPlugin)
     return Compiler(
         {**options.to_kwargs(), "backend": plan.settings.dynamo_backend}, regional=options.use_regional_compilation

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from drivetrain._lazy import load_target
 from drivetrain.specs import DeviceSpec
@@ -13,8 +14,7 @@ from drivetrain.specs import DeviceSpec
 __all__ = ["Availability", "DeviceStatus", "Probe", "TorchProbe", "detect_devices"]
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceStatus:
+class DeviceStatus(msgspec.Struct, frozen=True):
     """Whether a kind of device can be used in this process.
 
     Args:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
+
+import msgspec
 
 from drivetrain._engine.availability import Availability
 from drivetrain._engine.collecting import GivenOptions
@@ -31,8 +32,7 @@ __all__ = ["Chooser"]
 S = TypeVar("S", bound=AnySpec)
 
 
-@dataclass(slots=True)
-class Chooser:
+class Chooser(msgspec.Struct):
     """Chooses one part of the plan after the other, and writes down why.
 
     Args:
@@ -50,8 +50,8 @@ class Chooser:
     origins: Mapping[str, Origin]
     given: GivenOptions
     process: ProcessInfo
-    choices: list[Choice] = field(default_factory=list)
-    rejections: list[Rejection] = field(default_factory=list)
+    choices: list[Choice] = msgspec.field(default_factory=list)
+    rejections: list[Rejection] = msgspec.field(default_factory=list)
 
     # -- device ------------------------------------------------------------------------------------------------------------
 

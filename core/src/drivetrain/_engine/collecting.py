@@ -5,16 +5,17 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import msgspec
 
 from drivetrain._engine.plan import Arguments, CatalogView, class_name
 from drivetrain._lazy import load_target
 from drivetrain.config.files import ConfigFile
-from drivetrain.config.handlers import CORE_OPTIONS, OTHER_SECTIONS
 from drivetrain.config.options import Options, nearest
 from drivetrain.config.origins import EXPLICIT, Origin
 from drivetrain.config.precedence import check_section, resolve_options
+from drivetrain.config.sections import CORE_OPTIONS, OTHER_SECTIONS
 from drivetrain.config.settings import CoreSettings, variable
 from drivetrain.errors import ConfigurationError
 
@@ -54,8 +55,7 @@ class Given(NamedTuple):
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class GivenOptions:
+class GivenOptions(msgspec.Struct, frozen=True):
     """All options objects that the user gave, by slot, and what of the other arguments is left.
 
     Args:
@@ -65,8 +65,8 @@ class GivenOptions:
         trackers: Trackers that were given as objects.
     """
 
-    by_slot: Mapping[str, Given] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    by_slot: Mapping[str, Given] = msgspec.field(default_factory=dict)
+    settings: Mapping[str, Any] = msgspec.field(default_factory=dict)
     backend: str = ""
     trackers: tuple[object, ...] = ()
 

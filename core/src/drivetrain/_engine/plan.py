@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
 
 from drivetrain.config.options import Options
 from drivetrain.config.origins import DEFAULT, Origin
@@ -79,8 +80,7 @@ class CatalogView(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arguments:
+class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     """What the user gave to the Accelerator. What isn't given isn't here: equal to the default is not the same as not given.
 
     Args:
@@ -90,9 +90,9 @@ class Arguments:
         process: Who this process is, if that is known already (a process group exists): no variables are read for it.
     """
 
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = msgspec.field(default_factory=dict)
     handlers: Sequence[object] = ()
-    keywords: Mapping[str, object] = field(default_factory=dict)
+    keywords: Mapping[str, object] = msgspec.field(default_factory=dict)
     process: ProcessInfo | None = None
 
     @classmethod
@@ -165,8 +165,7 @@ class Row(NamedTuple):
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparePlan:
+class PreparePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that was decided before an object is made. Equal on all ranks but for `process`.
 
     Args:

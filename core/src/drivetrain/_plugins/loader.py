@@ -14,6 +14,7 @@ from typing import NamedTuple
 from drivetrain import __version__
 from drivetrain._plugins.known import find_known
 from drivetrain._plugins.manager import HookManager
+from drivetrain._plugins.metadata import headers
 from drivetrain._plugins.record import PluginRecord, Status, canonical, kind_of
 from drivetrain._plugins.requirements import Requirements
 from drivetrain._plugins.validate import nearest_clause
@@ -249,12 +250,12 @@ def _candidate(entry_point: importlib.metadata.EntryPoint) -> _Candidate:
     if distribution is None:
         return _Candidate(record)
     try:
-        metadata = distribution.metadata  # parsed anew at each access
-        name, version = metadata["Name"] or "", metadata["Version"] or ""
+        fields = headers(distribution, ["Name", "Version", "Requires-Dist"])
+        name, version = "".join(fields["Name"][:1]), "".join(fields["Version"][:1])
         file = Path(str(distribution.locate_file(module.replace(".", "/") + ".py")))
         location = str(file if file.is_file() else distribution.locate_file(""))
         record = replace(record, distribution=name, version=version, location=location)
-        return _Candidate(record, tuple(metadata.get_all("Requires-Dist") or ()))
+        return _Candidate(record, tuple(fields["Requires-Dist"]))
     except Exception as error:
         note = f"the metadata of its distribution can't be read ({type(error).__name__}: {error})"
         return _Candidate(replace(record, notes=(note,)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import re
 import sys
 from collections.abc import Iterable
 
 from drivetrain import __version__
+from drivetrain._plugins.metadata import installed_version
 from drivetrain._plugins.record import canonical
 
 __all__ = ["Requirements"]
@@ -127,12 +127,12 @@ def _installed_version(name: str) -> str | None:
     running = getattr(sys.modules.get(module), "__version__", None)
     if isinstance(running, str):
         return str(running)  # torch's is a class of its own
+    version = installed_version(name)
+    if version is not None:
+        return version
+    # Vendors' containers carry a torch that was built in place, without metadata.
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        # Vendors' containers carry a torch that was built in place, without metadata.
-        try:
-            spec = importlib.util.find_spec(module) if module.isidentifier() else None
-        except ValueError:  # a module without a spec is there already, but nobody knows from where
-            return None
-        return "" if spec is not None and spec.origin is not None else None
+        spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    except ValueError:  # a module without a spec is there already, but nobody knows from where
+        return None
+    return "" if spec is not None and spec.origin is not None else None

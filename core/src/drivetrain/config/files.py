@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from drivetrain.config.options import nearest
 from drivetrain.config.settings import CoreSettings
@@ -21,8 +22,7 @@ DEFAULT_FILE = "drivetrain.toml"
 _CORE = "core"
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigFile:
+class ConfigFile(msgspec.Struct, frozen=True):
     """What a configuration file says. An empty one stands for no file.
 
     Args:
@@ -37,9 +37,9 @@ class ConfigFile:
     """
 
     path: str = ""
-    core: Mapping[str, Any] = field(default_factory=dict)
-    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    lines: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    core: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    sections: Mapping[str, Mapping[str, Any]] = msgspec.field(default_factory=dict)
+    lines: Mapping[tuple[str, str], int] = msgspec.field(default_factory=dict)
 
     def section(self, name: str) -> Mapping[str, Any]:
         """The settings of one section; empty if there is none of that name."""

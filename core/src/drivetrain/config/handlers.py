@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "CORE_OPTIONS",
-    "OTHER_SECTIONS",
     "AutocastKwargs",
-    "CoreOption",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
@@ -300,41 +297,3 @@ class TorchDynamoPlugin(Options):
     def to_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of ``torch.compile``."""
         return {k: v for k, v in self.explicit().items() if k != "use_regional_compilation" and v is not None}
-
-
-class CoreOption(NamedTuple):
-    """One of core's own options classes.
-
-    Args:
-        target: ``"package.module:Name"``.
-        keyword: Argument of the Accelerator that takes an instance, besides ``kwargs_handlers``; empty if there is none.
-    """
-
-    target: str
-    keyword: str = ""
-
-    @property
-    def class_name(self) -> str:
-        """Name of the class."""
-        return self.target.partition(":")[2]
-
-
-_HERE = "drivetrain.config.handlers"
-#: Core's own options classes by the name of their section in files and variables.
-CORE_OPTIONS: Mapping[str, CoreOption] = {
-    "autocast": CoreOption(f"{_HERE}:AutocastKwargs"),
-    "precision": CoreOption(f"{_HERE}:PrecisionKwargs"),
-    "grad_scaler": CoreOption(f"{_HERE}:GradScalerKwargs"),
-    "process_group": CoreOption(f"{_HERE}:InitProcessGroupKwargs"),
-    "profile": CoreOption(f"{_HERE}:ProfileKwargs"),
-    "gradient_accumulation": CoreOption(f"{_HERE}:GradientAccumulationPlugin", "gradient_accumulation_plugin"),
-    "dynamo": CoreOption(f"{_HERE}:TorchDynamoPlugin", "dynamo_plugin"),
-    "project": CoreOption("drivetrain.checkpoint.project:ProjectConfiguration", "project_config"),
-    "data_loader": CoreOption("drivetrain.data.config:DataLoaderConfiguration", "dataloader_config"),
-    "tracking": CoreOption("drivetrain.tracking.options:TrackingOptions"),
-    "parallelism": CoreOption("drivetrain.parallel.config:ParallelismConfig", "parallelism_config"),
-    "activation_checkpointing": CoreOption("drivetrain.memory.activations:ActivationCheckpointing"),
-}
-
-#: Sections that others read, before there is an Accelerator.
-OTHER_SECTIONS: Mapping[str, str] = {"launch": "drivetrain.launch.options:LaunchOptions"}

@@ -134,8 +134,7 @@ class Options:
         return _schema(cls).hints
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Schema:
+class _Schema(msgspec.Struct, frozen=True):
     """What is derived once per options class."""
 
     fields: Mapping[str, dataclasses.Field[Any]]

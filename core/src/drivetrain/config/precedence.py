@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from drivetrain.config.files import ConfigFile
 from drivetrain.config.options import Options, nearest
@@ -17,8 +18,7 @@ __all__ = ["Resolved", "check_section", "resolve_core", "resolve_options"]
 T = TypeVar("T", bound=Options)
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved(Generic[T]):
+class Resolved(msgspec.Struct, Generic[T], frozen=True):
     """Options whose every field came from the strongest source that says something.
 
     Args:
@@ -31,7 +31,7 @@ class Resolved(Generic[T]):
     """
 
     value: T
-    origins: Mapping[str, Origin] = field(default_factory=dict)
+    origins: Mapping[str, Origin] = msgspec.field(default_factory=dict)
 
 
 def resolve_options(
@@ -50,6 +50,7 @@ def resolve_options(
         ConfigurationError: For a value of a wrong type, naming the variable, or file and line.
 
     Example:
+        >>> from dataclasses import dataclass
         >>> @dataclass
         ... class ToyOptions(Options):
         ...     size: int = 3

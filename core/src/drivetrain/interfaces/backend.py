@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from drivetrain.errors import UnsupportedError
 from drivetrain.interfaces.device import Device
 from drivetrain.interfaces.precision import Precision
-from drivetrain.memory.activations import ActivationCheckpointing, checkpoint_activations
 from drivetrain.specs import BackendSpec, Capability, ProcessInfo
+
+if TYPE_CHECKING:
+    from drivetrain.memory.activations import ActivationCheckpointing
 
 __all__ = ["Backend", "BackendContext", "PrepareRequest", "Prepared", "WindowView"]
 
@@ -216,6 +218,8 @@ class Backend:
     def recompute_activations(self, model: torch.nn.Module) -> None:
         """Make blocks of a model compute their activations again in backward, where that was asked for."""
         if self.context.activations is not None:
+            from drivetrain.memory.activations import checkpoint_activations
+
             checkpoint_activations(model, self.context.activations)
 
     def wrap_model(self, model: torch.nn.Module, *, evaluation: bool) -> torch.nn.Module:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from drivetrain.parallel._containers import container_of, walk
@@ -18,8 +18,7 @@ PACK_LIMIT = 4 << 20
 _ALIGNMENT = 16  # of complex128, the widest dtype: every part of a buffer can be viewed as its dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(msgspec.Struct, frozen=True):
     """A tensor and its place in a structure."""
 
     path: str
