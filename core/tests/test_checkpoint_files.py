@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from drivetrain.checkpoint import (
     Keep,
     Manifest,
     ProjectConfiguration,
-    checksum_file,
+    _checksum,
     load_model_weights,
     newest_checkpoint,
     read_weights,
@@ -29,6 +30,7 @@ from drivetrain.checkpoint import (
     save_model,
     verify,
 )
+from drivetrain.checkpoint._checksum import checksum_file
 from drivetrain.checkpoint._files import ChecksummedFile
 from drivetrain.checkpoint.naming import Found, list_checkpoints, next_number
 from drivetrain.checkpoint.safetensors_format import SafetensorsFormat, SafetensorsReader, write_safetensors
@@ -176,6 +178,24 @@ def test_checksums_while_writing_equal_those_of_the_file(tmp_path_factory, parts
     assert path.read_bytes() == b"".join(parts)
     assert file.record.checksum == checksum_file(path)
     assert file.record.size == path.stat().st_size
+
+
+@given(st.binary(max_size=300), st.integers(1, 50), st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_checksums_do_not_depend_on_how_a_file_is_cut(tmp_path_factory, data, part, block):
+    path = tmp_path_factory.mktemp("c") / "f"
+    path.write_bytes(data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_checksum, "_PART", part)
+        patch.setattr(_checksum, "_BLOCK", block)
+        assert checksum_file(path) == f"crc32:{zlib.crc32(data):08x}"
+
+
+@given(st.binary(max_size=100), st.binary(max_size=100), st.integers(0, 1 << 16))
+@settings(deadline=None)
+def test_checksums_of_two_pieces_combine(first, second, zeros):
+    second += bytes(zeros)
+    assert _checksum.combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
 def test_staging_reuses_its_buffers_and_drops_those_not_used():

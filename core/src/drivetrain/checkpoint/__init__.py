@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from drivetrain._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint._files import checksum_file
+    from drivetrain.checkpoint._checksum import checksum_file
     from drivetrain.checkpoint.export import load_model_weights, read_weights, save, save_model
     from drivetrain.checkpoint.hooks import HookHandle
     from drivetrain.checkpoint.manager import CheckpointManager, SaveRecord
@@ -52,7 +52,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "_files": ["checksum_file"],
+        "_checksum": ["checksum_file"],
         "export": ["load_model_weights", "read_weights", "save", "save_model"],
         "hooks": ["HookHandle"],
         "manager": ["CheckpointManager", "SaveRecord"],

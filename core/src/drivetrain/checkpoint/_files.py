@@ -29,7 +29,6 @@ __all__ = [
     "ChecksummedFile",
     "DirectoryLock",
     "FileRecord",
-    "checksum_file",
     "exchange",
     "explain_os_error",
     "fsync_directory",
@@ -156,25 +155,6 @@ def write_file(path: Path, data: bytes) -> FileRecord:
     with ChecksummedFile(path) as file:
         file.write(data)
     return file.record
-
-
-def checksum_file(path: Path) -> str:
-    """CRC-32 of a file's content, as manifests hold it: it finds damage, not forgery.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp(), "a")
-        >>> _ = path.write_bytes(b"123456789")
-        >>> checksum_file(path)
-        'crc32:cbf43926'
-    """
-    crc = 0
-    buffer = bytearray(_BLOCK)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc = zlib.crc32(view[:count], crc)
-    return f"crc32:{crc:08x}"
 
 
 def fsync_file(path: Path) -> None:

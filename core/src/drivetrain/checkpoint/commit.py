@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.checkpoint._agree import Agreement
+from drivetrain.checkpoint._checksum import checksum_file
 from drivetrain.checkpoint._files import (
     MANIFEST,
     DirectoryLock,
-    checksum_file,
     exchange,
     explain_os_error,
     fsync_directory,

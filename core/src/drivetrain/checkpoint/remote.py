@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drivetrain.checkpoint._files import MANIFEST, checksum_file, explain_os_error, write_file
+from drivetrain.checkpoint._checksum import checksum_file
+from drivetrain.checkpoint._files import MANIFEST, explain_os_error, write_file
 from drivetrain.checkpoint.capture import Snapshot
 from drivetrain.checkpoint.commit import INTACT, Transaction, other_files, wait_until_visible
 from drivetrain.checkpoint.location import Location, RemotePath, locate

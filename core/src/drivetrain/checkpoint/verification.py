@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain.checkpoint._files import MANIFEST, checksum_file
+from drivetrain.checkpoint._checksum import checksum_file
+from drivetrain.checkpoint._files import MANIFEST
 from drivetrain.checkpoint.location import Directory, Location, RemotePath, locate
 from drivetrain.checkpoint.manifest import Manifest
 from drivetrain.checkpoint.mirror import Mirror
