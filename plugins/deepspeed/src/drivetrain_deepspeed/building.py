@@ -44,7 +44,7 @@ def fill_optimizer(config: dict[str, Any], facts: Facts, place: str) -> None:
     if not facts.config_optimizer:
         config.pop("optimizer", None)
         return
-    section = dict(section or {"type": "AdamW", "params": {"lr": AUTO, "weight_decay": AUTO}})
+    section = {"type": "AdamW", "params": {"lr": AUTO, "weight_decay": AUTO}} if section is None else dict(section)
     params = section["params"] = dict(section.get("params") or {})
     if "type" not in section:
         raise ConfigurationError(f"{place}: the section 'optimizer' needs a type, for example \"AdamW\".")
@@ -182,7 +182,7 @@ def _fill_warmup(params: dict[str, Any], known: Mapping[str, Any], rate: float |
                 params[start] = 0.0
         return
     start = "warmup_min_ratio" if "warmup_min_ratio" in known else "warmup_min_lr"
-    highest = 1.0 if start == "warmup_min_ratio" else params.get("warmup_max_lr")
+    highest = 1.0 if start == "warmup_min_ratio" else params.get("warmup_max_lr", known.get("warmup_max_lr") or rate)
     if highest is None:
         raise ConfigurationError(f"{where}: without a warm-up, write warmup_max_lr: the optimizer's learning rate.")
     if params.setdefault(start, AUTO) not in (AUTO, highest):

@@ -12,7 +12,7 @@ from drivetrain_deepspeed.checking import check_document, section_model
 from drivetrain_deepspeed.document import AUTO, MISSING, Path, look, name_of, put
 from drivetrain_deepspeed.facts import Facts, micro_batch_of
 from drivetrain_deepspeed.options import DeepSpeedPlugin
-from drivetrain_deepspeed.zero import fill_zero
+from drivetrain_deepspeed.zero import fill_zero, use_aliases
 
 __all__ = ["Facts", "micro_batch_of", "resolve"]
 
@@ -50,6 +50,7 @@ def resolve(options: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
     """
     place = options.place
     config: dict[str, Any] = copy.deepcopy(options.deepspeed_config)
+    use_aliases(config, place)
     defaults = check_document(config, place)
     for path, instead in _ELSEWHERE.items():
         if look(config, path) not in (MISSING, False, AUTO):

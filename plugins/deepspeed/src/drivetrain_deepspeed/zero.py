@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from drivetrain_deepspeed.facts import Facts
     from drivetrain_deepspeed.options import DeepSpeedPlugin
 
-__all__ = ["bucket_sizes", "fill_zero"]
+__all__ = ["bucket_sizes", "fill_zero", "use_aliases"]
 
 _ZERO = "zero_optimization"
 
@@ -29,7 +29,6 @@ def fill_zero(config: dict[str, Any], options: DeepSpeedPlugin, facts: Facts) ->
     zero: dict[str, Any] = config.setdefault(_ZERO, {})
     stage = int(options.value_of("zero_stage"))
     zero["stage"] = stage
-    _use_aliases(zero, options.place)
     for kind in ("optimizer", "param"):
         _fill_offload(zero, kind, options)
     if options.value_of("zero3_save_16bit_model"):
@@ -73,9 +72,14 @@ def bucket_sizes(stage: int, facts: Facts) -> dict[str, int]:
     return sizes
 
 
-def _use_aliases(zero: dict[str, Any], place: str) -> None:
-    """DeepSpeed takes fields by two names ("prefetch_bucket_size", "stage3_prefetch_bucket_size"); here they have the second one."""
-    for name, field in section_model(_ZERO).model_fields.items():
+def use_aliases(config: dict[str, Any], place: str) -> None:
+    """DeepSpeed takes fields by two names ("prefetch_bucket_size", "stage3_prefetch_bucket_size"); here they have the second one, in place.
+
+    Raises:
+        ConfigurationError: If both are there.
+    """
+    zero = config.get(_ZERO)
+    for name, field in section_model(_ZERO).model_fields.items() if isinstance(zero, dict) else ():
         if field.alias and name in zero:
             if field.alias in zero:
                 raise ConfigurationError(
