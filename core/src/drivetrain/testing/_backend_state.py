@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from drivetrain.errors import UnsupportedError
+from drivetrain.interfaces import Shards
 from drivetrain.specs import Capability
 from drivetrain.testing._backend_base import BackendKit, check_all_close
 from drivetrain.testing._backend_windows import Loop
@@ -117,6 +118,9 @@ def named_state(kit: BackendKit) -> dict[str, Any]:
 def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _copy(v) for k, v in value.items()}
+    if isinstance(value, Shards):
+        blocks = iter(value.blocks)
+        return value.like(lambda offsets, sizes: next(blocks).values.detach().clone())
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 

@@ -1,237 +1,329 @@
-"""The sections ``optimizer`` and ``scheduler``: what DeepSpeed builds itself, without compiling anything unless it is asked to."""
+"""Makes engines of what is prepared together."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping
+import copy
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.config import nearest
+import deepspeed
+import torch
+from deepspeed.runtime import lr_schedules
+
+from drivetrain.config import GradScalerKwargs
 from drivetrain.errors import ConfigurationError, UnsupportedError
-from drivetrain_deepspeed.document import AUTO, MISSING
+from drivetrain.interfaces import PrepareRequest
+from drivetrain_deepspeed.checks import check_config, check_engine, check_model
+from drivetrain_deepspeed.config import Facts, resolve
+from drivetrain_deepspeed.engine import Engine
+from drivetrain_deepspeed.filling import fill
+from drivetrain_deepspeed.matching import match
+from drivetrain_deepspeed.partitions import Partition, make_partition
+from drivetrain_deepspeed.state import load_optimizer_state
 
 if TYPE_CHECKING:
-    from drivetrain_deepspeed.facts import Facts
+    from drivetrain_deepspeed.backend import DeepSpeedBackend
 
-__all__ = ["fill_optimizer", "fill_scheduler"]
+__all__ = ["Builder", "Built", "PreparedModel"]
 
-#: DeepSpeed's own Adams, which it compiles when they are first used, by the names of their classes.
-_OWN_ADAMS = ("deepspeedcpuadam", "fusedadam")
-_ADAMS = ("adam", "adamw")
-#: Keywords of DeepSpeed's section that its optimizer isn't given.
-_ADAM_KEYWORDS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-#: Fields of `Facts` by parameter of an optimizer.
-_OF_DUMMY = {"lr": "learning_rate", "weight_decay": "weight_decay", "betas": "betas", "eps": "eps"}
-#: What a placeholder stands for if it isn't told, as in Accelerate.
-_DUMMY_DEFAULTS = {"lr": 0.001, "weight_decay": 0.0}
+_PRECISIONS: dict[torch.dtype, Any] = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def fill_optimizer(config: dict[str, Any], facts: Facts, place: str) -> None:
-    """Decide the section, in place.
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedModel:
+    """What became of one model.
 
-    Adam and AdamW are torch's, which compile nothing, unless ``torch_adam`` is false or DeepSpeed's own is asked for by its class's name:
-    "FusedAdam", or "DeepSpeedCPUAdam" with offload.
+    Args:
+        model: What the script gets.
+        module: The script's own.
+        engine: DeepSpeed's engine; None for a model that is whole and only evaluated.
+        partition: Where the engine keeps values.
+    """
+
+    model: torch.nn.Module
+    module: torch.nn.Module
+    engine: Any = None
+    partition: Partition | None = None
+
+
+@dataclass(slots=True)
+class Built:
+    """What became of a request, in its order.
+
+    Args:
+        models: Of each model.
+        optimizers: The torch optimizers.
+        schedulers: The schedulers.
+        engines: Of the models that are trained.
+    """
+
+    models: list[PreparedModel] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    engines: list[Engine] = field(default_factory=list)
+
+
+class Builder:
+    """Makes an engine of each model that has an optimizer.
+
+    Args:
+        backend: For whom.
+        request: What is prepared.
+    """
+
+    def __init__(self, backend: DeepSpeedBackend, request: PrepareRequest) -> None:
+        self.backend = backend
+        self.request = request
+        self.precision = backend.precision
+
+    def build(self) -> Built:
+        """Make the engines. Collective."""
+        request = self.request
+        owner = match(request.models, request.optimizers)
+        trained = {i: j for j, i in owner.items()}
+        built = Built(optimizers=list(request.optimizers), schedulers=list(request.schedulers))
+        for i, model in enumerate(request.models):
+            if i in trained:
+                j = trained[i]
+                made = self._train(model, i, request.optimizers[j], built)
+                built.engines.append(made)
+                built.optimizers[j] = made.optimizer
+                built.models.append(PreparedModel(made.engine, model, made.engine, made.partition))
+            else:
+                built.models.append(self._evaluate(model, i))
+        return built
+
+    # -- models ----------------------------------------------------------------------------------------------------------------
+
+    def _train(self, model: torch.nn.Module, number: int, optimizer: Any, built: Built) -> Engine:
+        backend, request = self.backend, self.request
+        check_model(model, placement=request.device_placement[number], device=backend.device)
+        is_client = isinstance(optimizer, torch.optim.Optimizer)
+        config = self._config(model, optimizer)
+        stage = int(config["zero_optimization"]["stage"])
+        schedule = config.pop("scheduler", None)
+        groups = [list(g["params"]) for g in optimizer.param_groups] if is_client else []
+        carried = _take_state(model, optimizer) if is_client else None
+        self._ready(model, config)
+        masters = [
+            p.detach().to(backend.device, torch.float32, copy=True) for g in groups for p in g if p.requires_grad
+        ]
+        masters = masters if stage == 0 and self.precision.is_low else []
+        engine, _, _, _ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer if is_client else None,
+            model_parameters=None if is_client else list(optimizer.params),
+            config=config,
+            dist_init_required=False,
+        )
+        check_engine(engine)
+        made = Engine(
+            engine, groups or _groups_of(engine, stage), stage=stage, clips_to=float(config["gradient_clipping"] or 0.0)
+        )
+        _start(made, masters)
+        if carried is not None:
+            load_optimizer_state(made, {id(p): n for n, p in model.named_parameters()}, carried)
+        self._schedule(made, optimizer, schedule, built)
+        return made
+
+    def _evaluate(self, model: torch.nn.Module, number: int) -> PreparedModel:
+        """Stage 3 shards also what nobody trains; else it is whole on each process, and needs no engine."""
+        backend = self.backend
+        config = self._config(model, None)
+        for name in ("optimizer", "scheduler"):
+            config.pop(name, None)
+        if config["zero_optimization"]["stage"] < 3 or not any(True for _ in model.parameters()):
+            model = backend.place_model(model, self.request.device_placement[number])
+            if self.precision.is_low and not _autocasts(config):
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.to(self.precision.compute_dtype)
+            self.precision.wrap_forward(model)
+            return PreparedModel(model, model)
+        self._ready(model, config, trains=False)
+        engine, _, _, _ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+        return PreparedModel(engine, model, engine, make_partition(engine, 3))
+
+    def _ready(self, model: torch.nn.Module, config: dict[str, Any], *, trains: bool = True) -> None:
+        """What happens to a model before its engine is made."""
+        backend = self.backend
+        if any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers())):
+            if config["zero_optimization"]["stage"] < 3:
+                backend.place_model(model, True)  # says what to do
+            fill(model, backend.device, config)
+        if trains:
+            backend.recompute_activations(model)
+        self.precision.wrap_forward(model, casts=not _autocasts(config))
+
+    # -- configuration ---------------------------------------------------------------------------------------------------------
+
+    def _config(self, model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+        config = copy.deepcopy(resolve(self.backend.options, self._facts(model, optimizer)))
+        check_config(config)
+        # Core's windows may be shorter than the configuration says, and core says where they end.
+        micro = int(config["train_micro_batch_size_per_gpu"])
+        config["gradient_accumulation_steps"] = 1
+        config["train_batch_size"] = micro * self.backend.context.process.world_size
+        scaler = self.backend.context.handlers.get("GradScalerKwargs")
+        if scaler is not None and "fp16" in config:
+            config["fp16"].update(_scaling(scaler))
+        return config
+
+    def _facts(self, model: torch.nn.Module, optimizer: Any) -> Facts:
+        context, request = self.backend.context, self.request
+        is_client = isinstance(optimizer, torch.optim.Optimizer)
+        schedulers = [s for s in request.schedulers if _is_placeholder(s)]
+        placeholder = next((s for s in schedulers if getattr(s, "optimizer", optimizer) is optimizer), None)
+        return Facts(
+            world_size=context.process.world_size,
+            micro_batch_size=self._micro_batch_size(),
+            accumulation_steps=context.gradient_accumulation_steps,
+            precision=_PRECISIONS[self.precision.compute_dtype],
+            device_type=self.backend.device.type,
+            hidden_size=_hidden_size(model),
+            parameter_count=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
+            client_optimizer=is_client,
+            client_scheduler=len(schedulers) < len(request.schedulers),
+            **_hyperparameters(None if is_client else optimizer),
+            total_num_steps=getattr(placeholder, "total_num_steps", None),
+            warmup_num_steps=getattr(placeholder, "warmup_num_steps", None),
+        )
+
+    def _micro_batch_size(self) -> int | None:
+        """Rows per process and micro-batch: of the first loader, which is the training's."""
+        for loader in self.request.loaders:
+            size = getattr(loader, "batch_size", None) or getattr(
+                getattr(loader, "batch_sampler", None), "batch_size", None
+            )
+            if size:
+                config = self.backend.context.handlers.get("DataLoaderConfiguration")
+                parts = self.backend.context.process.world_size if getattr(config, "split_batches", False) else 1
+                return max(1, int(size) // parts)
+        return None
+
+    # -- schedulers ------------------------------------------------------------------------------------------------------------
+
+    def _schedule(self, made: Engine, optimizer: Any, schedule: dict[str, Any] | None, built: Built) -> None:
+        """The configuration's scheduler takes a placeholder's place; where there is none, the engine steps it."""
+        for k, placeholder in enumerate(self.request.schedulers):
+            if not _is_placeholder(placeholder) or getattr(placeholder, "optimizer", optimizer) is not optimizer:
+                continue
+            function = getattr(placeholder, "lr_scheduler_callable", None)
+            if function is None and schedule is None:
+                raise ConfigurationError(
+                    f"{type(placeholder).__name__} stands for a scheduler in DeepSpeed's configuration, which has none. Add a section "
+                    '"scheduler", give lr_scheduler_callable=..., or use a scheduler of torch.'
+                )
+            built.schedulers[k] = function(made.optimizer) if function is not None else _scheduler(made, schedule or {})
+            return
+        if schedule is not None:
+            made.engine.lr_scheduler = _scheduler(made, schedule)
+
+
+def _scheduler(made: Engine, section: dict[str, Any]) -> Any:
+    name = section["type"]
+    kind = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
+    if kind is None:
+        raise ConfigurationError(
+            f'DeepSpeed\'s configuration: there is no scheduler {name!r} ("scheduler": {{"type"}}).'
+        )
+    return kind(made.optimizer, **section.get("params", {}))
+
+
+def _is_placeholder(scheduler: Any) -> bool:
+    return getattr(type(scheduler), "drivetrain_kind", None) == "scheduler"
+
+
+def _autocasts(config: dict[str, Any]) -> bool:
+    return bool((config.get("torch_autocast") or {}).get("enabled"))
+
+
+def _hidden_size(model: torch.nn.Module) -> int | None:
+    """What a transformers model's configuration says; the largest of several."""
+    config = getattr(model, "config", None)
+    given = [getattr(config, n, None) for n in ("hidden_size", "d_model", "n_embd")] + list(
+        getattr(config, "hidden_sizes", ()) or ()
+    )
+    return max((n for n in given if isinstance(n, int)), default=None)
+
+
+def _hyperparameters(placeholder: Any) -> dict[str, Any]:
+    more = dict(getattr(placeholder, "kwargs", None) or {})
+    return {
+        "learning_rate": getattr(placeholder, "lr", None),
+        "weight_decay": getattr(placeholder, "weight_decay", None),
+        "betas": more.get("betas"),
+        "eps": more.get("eps"),
+    }
+
+
+def _scaling(given: GradScalerKwargs) -> dict[str, Any]:
+    """Torch's settings of the loss scale in DeepSpeed's words.
 
     Raises:
-        ConfigurationError: If there are two optimizers, or none of that name; for an unknown parameter; for two values of one.
+        UnsupportedError: For what its scaler can't do.
     """
-    section = config.get("optimizer")
-    if facts.client_optimizer and section is not None:
-        raise ConfigurationError(
-            f"{place} has a section 'optimizer', and prepare() was given an optimizer, too. Give prepare() a DummyOptim in its place, or remove the "
-            "section."
-        )
-    if not facts.config_optimizer:
-        config.pop("optimizer", None)
-        return
-    section = {"type": "AdamW", "params": {"lr": AUTO, "weight_decay": AUTO}} if section is None else dict(section)
-    params = section["params"] = dict(section.get("params") or {})
-    if "type" not in section:
-        raise ConfigurationError(f"{place}: the section 'optimizer' needs a type, for example \"AdamW\".")
-    if "max_grad_norm" in params:
-        raise ConfigurationError(f"{place}: optimizer.params.max_grad_norm: write it as gradient_clipping, at the top.")
-    cls = _choose_optimizer(section, config, place)
-    known = _parameters(cls, ("params", "foreach")) if cls is not None else {}
-    for name, field in _OF_DUMMY.items():
-        _take(params, name, getattr(facts, field), f"DummyOptim's {name}", f"{place}: optimizer.params.{name}")
-    for name, value in _DUMMY_DEFAULTS.items():
-        if params.get(name, MISSING) == AUTO or (name == "lr" and name not in params):
-            params[name] = value
-    _fill_defaults(params, known, f"{place}: optimizer.params")
-    _check_names(params, known, (*_ADAM_KEYWORDS, "foreach"), f"{place}: optimizer.params", str(section["type"]))
-    if "betas" in params:
-        params["betas"] = list(params["betas"])
-    config["optimizer"] = section
-
-
-def _choose_optimizer(section: dict[str, Any], config: Mapping[str, Any], place: str) -> Any:
-    """The class that will be built, None for one of DeepSpeed's."""
-    import torch
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-
-    kind, params = str(section["type"]), section["params"]
-    if kind.lower() in _OWN_ADAMS:
-        offloads = config["zero_optimization"].get("offload_optimizer") is not None
-        if offloads is not (kind.lower() == "deepspeedcpuadam"):
-            raise ConfigurationError(
-                f"{place}: optimizer.type={kind!r} {'computes on the device' if offloads else 'computes on the CPU'}, and optimizer state "
-                f"{'is offloaded' if offloads else 'is not offloaded'}. Use {'DeepSpeedCPUAdam' if offloads else 'FusedAdam'}, or AdamW for torch's."
-            )
-        section["type"] = "AdamW"
-        if params.get("torch_adam"):
-            raise ConfigurationError(
-                f"{place}: optimizer.type={kind!r} and torch_adam=true contradict each other. Keep one."
-            )
-        params["torch_adam"] = False
-        return None
-    if kind.lower() in _ADAMS:
-        if not params.setdefault("torch_adam", True):
-            return None
-        by_name = kind.lower() == "adamw" or params.get("adam_w_mode", True)
-        return torch.optim.AdamW if by_name else torch.optim.Adam
-    if kind.lower() in DEEPSPEED_OPTIMIZERS:
-        return None
-    cls = getattr(torch.optim, kind, None)
-    if not (inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)):
-        classes = [n for n, c in vars(torch.optim).items() if inspect.isclass(c) and n != "Optimizer"]
-        raise ConfigurationError(
-            f"{place}: optimizer.type={kind!r} is neither DeepSpeed's nor torch's.{nearest(kind, {*classes, *DEEPSPEED_OPTIMIZERS})}"
-        )
-    return cls
-
-
-def fill_scheduler(config: dict[str, Any], facts: Facts, place: str) -> None:
-    """Decide the section, in place. Where the configuration has none, a placeholder stands for a linear rise and fall.
-
-    Raises:
-        ConfigurationError: If there are two schedulers, or none of that name; for an unknown parameter; for two values of one, or for a missing one.
-        UnsupportedError: For a scheduler that can't follow the engine's optimizer.
-    """
-    section = config.get("scheduler")
-    if facts.client_scheduler and section is not None:
-        raise ConfigurationError(
-            f"{place} has a section 'scheduler', and prepare() was given a scheduler, too. Give prepare() a DummyScheduler in its place, or remove the "
-            "section."
-        )
-    if not facts.trains or (section is None and not facts.config_scheduler):
-        config.pop("scheduler", None)
-        return
-    if section is None:
-        kind = "WarmupLR" if facts.total_num_steps is None else "WarmupDecayLR"
-        section = {"type": kind, "params": {"warmup_type": "linear", "warmup_min_lr": AUTO, "warmup_max_lr": AUTO}}
-    section = dict(section)
-    params = section["params"] = dict(section.get("params") or {})
-    if "type" not in section:
-        raise ConfigurationError(f"{place}: the section 'scheduler' needs a type, for example \"WarmupDecayLR\".")
-    known = _parameters(_choose_scheduler(str(section["type"]), config, place), ("optimizer",))
-    _fill_steps(params, known, facts, f"{place}: scheduler.params")
-    rate = config["optimizer"]["params"]["lr"] if "optimizer" in config else facts.learning_rate
-    _fill_warmup(params, known, rate, f"{place}: scheduler.params")
-    _fill_defaults(params, known, f"{place}: scheduler.params")
-    _check_names(params, known, (), f"{place}: scheduler.params", str(section["type"]))
-    config["scheduler"] = section
-
-
-def _choose_scheduler(kind: str, config: Mapping[str, Any], place: str) -> Any:
-    import torch
-    from deepspeed.runtime import lr_schedules
-
-    if kind in lr_schedules.VALID_LR_SCHEDULES:
-        return getattr(lr_schedules, kind)
-    cls = getattr(torch.optim.lr_scheduler, kind, None)
-    if not inspect.isclass(cls):
-        raise ConfigurationError(
-            f"{place}: scheduler.type={kind!r} is no scheduler of DeepSpeed.{nearest(kind, lr_schedules.VALID_LR_SCHEDULES)}"
-        )
-    halves = any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-    if config["zero_optimization"]["stage"] or halves:
+    values = given.explicit()
+    if not values.get("enabled", True):
+        return {"loss_scale": 1.0}
+    if values.get("growth_factor", 2.0) != 2.0 or values.get("backoff_factor", 0.5) != 0.5:
         raise UnsupportedError(
-            f"{place}: scheduler.type={kind!r} is torch's, which can't follow the engine's own optimizer. Give prepare() that scheduler instead, or use "
-            f"one of {', '.join(lr_schedules.VALID_LR_SCHEDULES)}."
+            "GradScalerKwargs: DeepSpeed's scaler doubles and halves. Leave growth_factor and backoff_factor out."
         )
-    return cls
-
-
-def _fill_steps(params: dict[str, Any], known: Mapping[str, Any], facts: Facts, where: str) -> None:
-    for name in ("total_num_steps", "warmup_num_steps"):
-        value = getattr(facts, name)
-        if name in known:
-            _take(params, name, value, f"DummyScheduler's {name}", f"{where}.{name}")
-        elif value and facts.config_scheduler:
-            raise ConfigurationError(
-                f"DummyScheduler's {name}={value} has no effect: {where} has no such parameter. Leave it out."
+    found: dict[str, Any] = {}
+    if "init_scale" in values:
+        power = math.log2(values["init_scale"])
+        if not power.is_integer():
+            raise UnsupportedError(
+                f"GradScalerKwargs(init_scale={values['init_scale']:g}): DeepSpeed's scaler takes powers of two, such as {2.0 ** round(power):g}."
             )
-    if params.get("total_num_steps", AUTO) == AUTO and "total_num_steps" in known:
-        raise ConfigurationError(
-            f"{where}.total_num_steps isn't known: give prepare() DummyScheduler(optimizer, total_num_steps=...), in optimizer steps, or write the number."
-        )
-    if params.get("warmup_num_steps") == AUTO:
-        params["warmup_num_steps"] = 0
+        found["initial_scale_power"] = int(power)
+    if "growth_interval" in values:
+        found["loss_scale_window"] = values["growth_interval"]
+    return found
 
 
-def _fill_warmup(params: dict[str, Any], known: Mapping[str, Any], rate: float | None, where: str) -> None:
-    """A warm-up of no steps is one from the rate to the rate: DeepSpeed's schedules take two steps at least."""
-    if params.get("warmup_max_lr") == AUTO:
-        if rate is None:
-            params.pop("warmup_max_lr")  # DeepSpeed takes the optimizer's
-        else:
-            params["warmup_max_lr"] = rate
-    if params.get("warmup_num_steps") != 0:
-        for start in ("warmup_min_lr", "warmup_min_ratio"):
-            if params.get(start) == AUTO:
-                params[start] = 0.0
-        return
-    start = "warmup_min_ratio" if "warmup_min_ratio" in known else "warmup_min_lr"
-    highest = 1.0 if start == "warmup_min_ratio" else params.get("warmup_max_lr", known.get("warmup_max_lr") or rate)
-    if highest is None:
-        raise ConfigurationError(f"{where}: without a warm-up, write warmup_max_lr: the optimizer's learning rate.")
-    if params.setdefault(start, AUTO) not in (AUTO, highest):
-        raise ConfigurationError(
-            f"{where}: warmup_num_steps=0 and {start}={params[start]!r}: DeepSpeed's schedules warm up for at least two steps. Leave {start} at "
-            '"auto" for a schedule that starts at its full rate.'
-        )
-    params[start], params["warmup_num_steps"] = highest, 1
+def _take_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """A state that the optimizer comes with, by parameter name; it goes on where the engine keeps it."""
+    if not optimizer.state:
+        return None
+    names = {id(p): n for n, p in model.named_parameters()}
+    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items()}
+    groups = [
+        {**{k: v for k, v in g.items() if k != "params"}, "params": [names[id(p)] for p in g["params"]]}
+        for g in optimizer.param_groups
+    ]
+    optimizer.state.clear()
+    return {"state": state, "param_groups": groups}
 
 
-def _take(params: dict[str, Any], name: str, value: Any, said_by: str, where: str) -> None:
-    """One value from a placeholder and the document."""
-    if value is None:
-        return
-    written = params.get(name, AUTO)
-    if written != AUTO and _comparable(written) != _comparable(value):
-        raise ConfigurationError(
-            f'{said_by}={value!r} and {where}={written!r} contradict each other. Give one of them, or write "auto" in the document.'
-        )
-    params[name] = value
+def _groups_of(engine: Any, stage: int) -> list[list[Any]]:
+    """The parameters of each group of an optimizer that DeepSpeed made from its configuration."""
+    zero = engine.optimizer
+    if stage == 3:
+        groups: list[list[Any]] = [[] for _ in zero.optimizer.param_groups]
+        for number, parameters in enumerate(zero.fp16_groups):
+            groups[zero.sub_group_to_group_id[number]] += parameters
+        return groups
+    if stage:
+        return [list(group) for group in zero.bit16_groups]
+    return (
+        [list(g) for g in zero.fp16_groups]
+        if hasattr(zero, "fp16_groups")
+        else [g["params"] for g in zero.param_groups]
+    )
 
 
-def _comparable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list | tuple) else value
-
-
-def _fill_defaults(params: dict[str, Any], known: Mapping[str, Any], where: str) -> None:
-    """What nothing says is what the class takes by itself."""
-    for name, value in list(params.items()):
-        if value != AUTO:
-            continue
-        if name in known and known[name] is not inspect.Parameter.empty:
-            params[name] = known[name]
-        elif not known:
-            del params[name]  # DeepSpeed's own: its default is its own affair
-        else:
-            raise ConfigurationError(f'{where}.{name}="auto" isn\'t known from anywhere: write a value.')
-
-
-def _parameters(cls: Any, without: Iterable[str]) -> dict[str, Any]:
-    """Parameters of a class's constructor with their defaults; none if it takes any."""
-    found = inspect.signature(cls).parameters
-    return {n: p.default for n, p in found.items() if n not in without and n != "self"}
-
-
-def _check_names(
-    params: Mapping[str, Any], known: Mapping[str, Any], more: Iterable[str], where: str, kind: str
-) -> None:
-    for name in params if known else ():
-        if name not in known and name not in more:
-            own = ' DeepSpeed\'s own Adam is used with "torch_adam": false.' if "torch_adam" in params else ""
-            raise ConfigurationError(f"{where}: {kind} has no parameter {name!r}.{nearest(name, known)}{own}")
+def _start(made: Engine, masters: Sequence[torch.Tensor]) -> None:
+    """Undo what the making of an optimizer did too much."""
+    inner, zero = made.optimizer, made.zero
+    if made.stage and zero.optimizer is not inner:  # Adagrad is made anew, without its groups
+        for buffer, _ in made.partition.buffers():
+            inner.state[buffer] = zero.optimizer.state[buffer]
+        zero.optimizer = inner
+    if made.stage == 0 and hasattr(zero, "fp32_groups"):
+        inner.state.clear()  # it made a step on gradients of zero
+        for number, (low, high) in enumerate(made.partition.pairs()):
+            high.data.copy_(masters[number] if masters else low)

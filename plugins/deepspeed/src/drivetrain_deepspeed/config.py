@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.errors import ConfigurationError, UnsupportedError
-from drivetrain_deepspeed.building import fill_optimizer, fill_scheduler
+from drivetrain_deepspeed.sections import fill_optimizer, fill_scheduler
 from drivetrain_deepspeed.checking import check_document, section_model
 from drivetrain_deepspeed.document import AUTO, MISSING, Path, look, name_of, put
 from drivetrain_deepspeed.facts import Facts, micro_batch_of
