@@ -289,7 +289,10 @@ REFUSED = {
         ({"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 5}},),
         "stage3_max_live_parameters=5 has an effect at stage 3 alone, and the stage is 2",
     ),
-    "nothing says the batch": ((None, {}, {"micro_batch_size": None}), "give prepare\\(\\) the training data loader"),
+    "nothing says the batch": (
+        ({"train_batch_size": "auto"}, {}, {"micro_batch_size": None}),
+        "give prepare\\(\\) the training data loader",
+    ),
     "loader and document": (
         ({"train_micro_batch_size_per_gpu": 9},),
         "hf_ds_config: train_micro_batch_size_per_gpu=9 and the batch size 4 of the data loader",

@@ -17,7 +17,7 @@ from drivetrain.config import GradScalerKwargs
 from drivetrain.errors import ConfigurationError, UnsupportedError
 from drivetrain.interfaces import PrepareRequest
 from drivetrain_deepspeed.checks import check_config, check_engine, check_model
-from drivetrain_deepspeed.config import Facts, resolve
+from drivetrain_deepspeed.config import Facts, micro_batch_of, resolve
 from drivetrain_deepspeed.engine import Engine
 from drivetrain_deepspeed.filling import fill
 from drivetrain_deepspeed.matching import match
@@ -185,23 +185,21 @@ class Builder:
             hidden_size=_hidden_size(model),
             parameter_count=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
             client_optimizer=is_client,
-            client_scheduler=len(schedulers) < len(request.schedulers),
-            **_hyperparameters(None if is_client else optimizer),
-            total_num_steps=getattr(placeholder, "total_num_steps", None),
-            warmup_num_steps=getattr(placeholder, "warmup_num_steps", None),
+            client_scheduler=placeholder is None and len(schedulers) < len(request.schedulers),
+            **{**_said_by(None if is_client else optimizer), **_said_by(placeholder)},
         )
 
     def _micro_batch_size(self) -> int | None:
-        """Rows per process and micro-batch: of the first loader, which is the training's."""
-        for loader in self.request.loaders:
-            size = getattr(loader, "batch_size", None) or getattr(
-                getattr(loader, "batch_sampler", None), "batch_size", None
-            )
-            if size:
-                config = self.backend.context.handlers.get("DataLoaderConfiguration")
-                parts = self.backend.context.process.world_size if getattr(config, "split_batches", False) else 1
-                return max(1, int(size) // parts)
-        return None
+        """Rows per process and micro-batch; where loaders differ, what the settings say is taken if it is one of them."""
+        config = self.backend.context.handlers.get("DataLoaderConfiguration")
+        parts = self.backend.context.process.world_size if getattr(config, "split_batches", False) else 1
+        sizes = [
+            getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+            for loader in self.request.loaders
+        ]
+        rows = [max(1, int(size) // parts) for size in sizes if size]
+        said = self.backend.options.value_of("train_micro_batch_size_per_gpu")
+        return said if said in rows else micro_batch_of(rows, smallest=self.backend.options.is_train_batch_min)
 
     # -- schedulers ------------------------------------------------------------------------------------------------------------
 
@@ -249,14 +247,9 @@ def _hidden_size(model: torch.nn.Module) -> int | None:
     return max((n for n in given if isinstance(n, int)), default=None)
 
 
-def _hyperparameters(placeholder: Any) -> dict[str, Any]:
-    more = dict(getattr(placeholder, "kwargs", None) or {})
-    return {
-        "learning_rate": getattr(placeholder, "lr", None),
-        "weight_decay": getattr(placeholder, "weight_decay", None),
-        "betas": more.get("betas"),
-        "eps": more.get("eps"),
-    }
+def _said_by(placeholder: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {} if placeholder is None else placeholder.facts()
+    return facts
 
 
 def _scaling(given: GradScalerKwargs) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.errors import ConfigurationError, UnsupportedError
-from drivetrain_deepspeed.sections import fill_optimizer, fill_scheduler
 from drivetrain_deepspeed.checking import check_document, section_model
 from drivetrain_deepspeed.document import AUTO, MISSING, Path, look, name_of, put
 from drivetrain_deepspeed.facts import Facts, micro_batch_of
 from drivetrain_deepspeed.options import DeepSpeedPlugin
+from drivetrain_deepspeed.sections import fill_optimizer, fill_scheduler
 from drivetrain_deepspeed.zero import fill_zero, use_aliases
 
 __all__ = ["Facts", "micro_batch_of", "resolve"]
@@ -90,6 +90,8 @@ def _fill_batch(config: dict[str, Any], options: DeepSpeedPlugin, facts: Facts) 
             raise ConfigurationError(
                 f"{options.place}: train_batch_size={total} can't be divided into {facts.world_size} processes of {steps} micro-batches each."
             )
+    if micro is None and (options.hf_ds_config is None or not facts.trains):
+        micro = 1  # an engine without loaders of its own only reports it
     if micro is None:
         raise ConfigurationError(
             "The micro-batch size isn't known: give prepare() the training data loader together with the model, or set train_micro_batch_size_per_gpu "
