@@ -152,6 +152,11 @@ class Builder:
         if any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers())):
             if config["zero_optimization"]["stage"] < 3:
                 backend.place_model(model, True)  # says what to do
+            if backend.options.zero3_init_flag is False:
+                raise UnsupportedError(
+                    f"{type(model).__name__} was made under init_empty_weights(), and zero3_init_flag=False says that models come with their values. "
+                    "Leave the flag out, or make the model without."
+                )
             fill(model, backend.device, config)
         if trains:
             backend.recompute_activations(model)
