@@ -88,7 +88,10 @@ def plain_named(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, dict[str
 
 
 def _whole_state(state: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: whole({k: torch.as_tensor(v) for k, v in values.items()}) for name, values in state["state"].items()}
+    return {
+        name: whole({k: v if isinstance(v, Shards) else torch.as_tensor(v) for k, v in values.items()})
+        for name, values in state["state"].items()
+    }
 
 
 def _named_training(kit: BackendKit) -> tuple[Any, NamedModel, Any, Any]:

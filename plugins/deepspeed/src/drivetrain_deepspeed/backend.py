@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -174,6 +175,15 @@ class DeepSpeedBackend(Backend):
 
     def end_window(self) -> None:
         """The engine has adapted its scale in its step."""
+
+    def expected_collectives(self) -> dict[str, dict[str, int]]:
+        """Reductions of gradients, and what the step sends: the norm, and the weights that others have updated."""
+        micro: Counter[str] = Counter()
+        window: Counter[str] = Counter()
+        for engine in self._engines:
+            inside, end = engine.expected_collectives(self.context.process.world_size)
+            micro, window = micro + inside, window + end
+        return {"micro_batch": dict(micro), "window": dict(window)}
 
     def local_gradients(self, parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Reduced ones: parts of them at stages 1 to 3."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -120,6 +121,7 @@ class Builder:
             dist_init_required=False,
         )
         check_engine(engine)
+        _behave(engine)
         made = Engine(
             engine, groups or _groups_of(engine, stage), stage=stage, clips_to=float(config["gradient_clipping"] or 0.0)
         )
@@ -144,6 +146,7 @@ class Builder:
             return PreparedModel(model, model)
         self._ready(model, config, trains=False)
         engine, _, _, _ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+        _behave(engine)
         return PreparedModel(engine, model, engine, make_partition(engine, 3))
 
     def _ready(self, model: torch.nn.Module, config: dict[str, Any], *, trains: bool = True) -> None:
@@ -312,6 +315,12 @@ def _groups_of(engine: Any, stage: int) -> list[list[Any]]:
         if hasattr(zero, "fp16_groups")
         else [g["params"] for g in zero.param_groups]
     )
+
+
+def _behave(engine: Any) -> None:
+    """``train()`` and ``eval()`` return the model, and its mode is its own, as with any module."""
+    engine.train = functools.partial(torch.nn.Module.train, engine)
+    engine.eval = functools.partial(torch.nn.Module.eval, engine)
 
 
 def _start(made: Engine, masters: Sequence[torch.Tensor]) -> None:

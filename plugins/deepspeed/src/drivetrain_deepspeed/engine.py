@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -169,6 +170,35 @@ class Engine:
             return found
         return [(p, g / divisor if factor is None else g * factor.to(g.device)) for p, g in found]
 
+    def expected_collectives(self, world_size: int) -> tuple[Counter[str], Counter[str]]:
+        """What an engine in fp32 sends in each micro-batch, and at a window's end.
+
+        At stage 3 gathers are counted as if DeepSpeed's prefetching joins as much as its bucket takes; modules that are used in another order, or more than
+        once, add some.
+
+        Args:
+            world_size: Number of processes.
+        """
+        zero, sizes = self.zero, [getattr(p, "ds_numel", p.numel()) for p in self.parameters if p.requires_grad]
+        micro: Counter[str] = Counter()
+        if self.stage == 0:
+            return micro, Counter(all_reduce=1)
+        buckets = _buckets(reversed(sizes), int(zero.reduce_bucket_size))
+        if self.stage == 3:
+            coordinator = zero.parameter_offload
+            gathered = sum(n for n, p in zip(sizes, self.parameters, strict=False) if not p.ds_persist)
+            gathers = -(-gathered // max(1, coordinator._prefetch_bucket_sz)) if world_size > 1 else 0
+            micro += Counter(reduce_scatter=buckets, all_gather=gathers)
+            return micro, micro + Counter(
+                all_reduce=len(zero.fp16_groups), all_gather=int(bool(zero.persistent_parameters))
+            )
+        window = Counter(
+            all_reduce=buckets + len(zero.bit16_groups), all_gather=len(zero.bit16_groups) if world_size > 1 else 0
+        )
+        if self.stage == 2:
+            micro["all_reduce"] += buckets
+        return micro, window
+
     # -- the step --------------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -206,3 +236,13 @@ class Engine:
             raise UnsupportedError(
                 "DeepSpeed clips all parameters of an optimizer together: give clip_grad_norm_ all of them, model.parameters()."
             )
+
+
+def _buckets(sizes: Iterable[int], capacity: int) -> int:
+    """How many buckets take these sizes, in this order."""
+    count, room = 0, 0
+    for size in sizes:
+        if size > room:
+            count, room = count + 1, max(capacity, size)
+        room -= size
+    return count
