@@ -66,14 +66,16 @@ class Engine:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Inside, another engine runs a backward that goes through this model, too; at stages 1 to 3 hooks do what is needed."""
-        if self.stage == 0:
-            self.engine._running_engine_backward = True
+        """Inside, another engine runs a backward that goes through this model, too: what its own ``backward`` does around it is done here."""
+        engine = self.engine
+        engine._running_engine_backward_count += 1
+        engine._running_engine_backward = True
         try:
             yield
+            engine._backward_epilogue()
         finally:
-            if self.stage == 0:
-                self.engine._running_engine_backward = False
+            engine._running_engine_backward_count -= 1
+            engine._running_engine_backward = engine._running_engine_backward_count > 0
 
     def complete(self) -> None:
         """Reduce the window's gradients, if they aren't."""
