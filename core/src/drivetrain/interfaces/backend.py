@@ -421,7 +421,7 @@ class Backend:
     keeps_own_gradients = False
 
     def window_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Gradients of an open accumulation window by parameter name: this process's own, or DTensors of what is reduced already."""
+        """Gradients of an open accumulation window by parameter name: this process's own; DTensors or `Shards` of what is reduced already."""
         named = self.unwrap(model).named_parameters()
         return {name: p.grad.detach() for name, p in named if p.grad is not None}
 

@@ -180,6 +180,15 @@ class DeepSpeedBackend(Backend):
         wanted = {id(p) for p in parameters}
         return [pair for engine in self._engines_of(parameters) for pair in engine.gradients() if id(pair[0]) in wanted]
 
+    def window_gradients(self, model: torch.nn.Module) -> dict[str, Any]:
+        """As the step will use them; parts of them at stages 1 to 3."""
+        engine = next((e for e in self._engines if e.engine is model), None)
+        if engine is None:
+            return {}
+        values = {id(p): g for p, g in engine.gradients()}
+        named = engine.engine.module.named_parameters()
+        return {n: engine.partition.cut(p, values.get(id(p))) for n, p in named if values and engine.holds(p)}
+
     # -- state under canonical names -------------------------------------------------------------------------------------------
 
     def model_state(self, model: torch.nn.Module) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Engine:
         self._known = {id(p) for group in self.groups for p in group}
         self._pending = False  # a backward ran since the last step
         self._complete = False  # and its gradients are reduced
+        self._clipped: torch.Tensor | None = None  # what the step will multiply them with
 
     # -- gradients -------------------------------------------------------------------------------------------------------------
 
@@ -120,6 +121,7 @@ class Engine:
             norm = self._engines_norm()
             if math.isfinite(max_norm):
                 self.zero.clip_grad = max_norm
+                self._clipped = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             return norm
         norm = self._own_norm(norm_type)
         if self.stage == 0:
@@ -154,13 +156,18 @@ class Engine:
             torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device))
 
     def gradients(self) -> list[tuple[Any, torch.Tensor]]:
-        """What this process has of the gradients that the step will use, but for clipping at stages 1 to 3: parameters and values."""
+        """What this process has of the gradients that the step will use: parameters and values."""
         if not self._pending:
             return []
         self.complete()
-        divisor = self._divisor() if self.stage else 1.0
         found = self.partition.gradients()
-        return found if divisor == 1.0 else [(p, g / divisor) for p, g in found]
+        if not self.stage:
+            return found
+        divisor = self._divisor()
+        factor = None if self._clipped is None else self._clipped / divisor
+        if factor is None and divisor == 1.0:
+            return found
+        return [(p, g / divisor if factor is None else g * factor.to(g.device)) for p, g in found]
 
     # -- the step --------------------------------------------------------------------------------------------------------------
 
@@ -172,20 +179,21 @@ class Engine:
         try:
             self.engine.step()
         finally:
-            self._pending = False
-            if self.stage:
-                self.zero.custom_loss_scaler = False
-                self.zero.clip_grad = self.clips_to
+            self._end_window()
         self.skipped = not self.engine.was_step_applied()
 
     def zero_grad(self) -> None:
         """Drop the window's gradients; after a step there are none."""
         if self._pending:
-            self._pending = False
-            if self.stage:
-                self.zero.custom_loss_scaler = False
-                self.zero.clip_grad = self.clips_to
+            self._end_window()
             self.partition.clear()
+
+    def _end_window(self) -> None:
+        """What was said for one step holds no longer."""
+        self._pending, self._clipped = False, None
+        if self.stage:
+            self.zero.custom_loss_scaler = False
+            self.zero.clip_grad = self.clips_to
 
     def refuse_parts(self, parameters: Sequence[Any]) -> None:
         """Parts of an engine's parameters can't be clipped.

@@ -40,6 +40,15 @@ class Partition:
         """
         return parameter if buffer_value is None else buffer_value
 
+    def cut(self, parameter: Any, values: torch.Tensor | None) -> Any:
+        """Values of the range that this process has of a parameter, as `read` gives them; None for zeros."""
+        template = self.read(parameter)
+        if not isinstance(template, Shards):
+            return torch.zeros_like(template) if values is None else values
+        flat = template.flat().new_zeros(template.flat().numel()) if values is None else values.reshape(-1)
+        taken = iter(flat.split([block.values.numel() for block in template.blocks]))
+        return template.like(lambda _, sizes: next(taken).view(sizes))
+
     def write(self, parameter: Any, value: Any, buffer_value: torch.Tensor | None = None) -> None:
         """Put a whole tensor, or `Shards` like those that `read` gives, in their place."""
         target = self.read(parameter, buffer_value)

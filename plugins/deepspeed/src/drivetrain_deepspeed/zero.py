@@ -65,7 +65,7 @@ def bucket_sizes(stage: int, facts: Facts) -> dict[str, int]:
     reduce = h * h if h else min(500_000_000, most)
     sizes = {"reduce_bucket_size": reduce}
     if stage < 3:
-        sizes["allgather_bucket_size"] = reduce
+        sizes["allgather_bucket_size"] = reduce + reduce % 2  # DeepSpeed asserts that it is even
     else:
         sizes["stage3_prefetch_bucket_size"] = int(0.9 * h * h) if h else min(50_000_000, most)
         sizes["stage3_param_persistence_threshold"] = 10 * h if h else min(100_000, most // 100)
