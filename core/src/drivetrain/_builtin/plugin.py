@@ -20,6 +20,7 @@ from drivetrain.specs import (
     PrecisionSpec,
     Request,
     Score,
+    ShardingPlannerSpec,
     TrackerSpec,
 )
 
@@ -154,6 +155,16 @@ def drivetrain_register_data_shardings() -> Iterable[DataShardingSpec]:
             summary="one shuffle of the whole data set, anew each epoch, dealt to the ranks",
             target=f"{home}:GlobalShuffle",
         ),
+    ]
+
+
+@hookimpl
+def drivetrain_register_sharding_planners() -> Iterable[ShardingPlannerSpec]:
+    """Plans for one device."""
+    return [
+        ShardingPlannerSpec(
+            name="single", summary="one device", target="drivetrain._builtin.planner:SinglePlanner", backend="single"
+        )
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from drivetrain.hookspecs import hookimpl
-from drivetrain.specs import BackendSpec, Capability
+from drivetrain.specs import BackendSpec, Capability, ClusterSpec
 
 DRIVETRAIN_API = 1
 
@@ -20,6 +20,7 @@ DEEPSPEED = BackendSpec(
         "DummyOptim=drivetrain_deepspeed.dummies:DummyOptim",
         "DummyScheduler=drivetrain_deepspeed.dummies:DummyScheduler",
     ),
+    report="drivetrain_deepspeed.report:report",
     distributed_type="DEEPSPEED",
     exclusive=True,
     precisions=("fp32", "bf16", "fp16"),
@@ -35,6 +36,26 @@ DEEPSPEED = BackendSpec(
         }
     ),
 )
+
+#: `deepspeed train.py` sets RANK and its like as torchrun does, but calls processes per machine by another name.
+LAUNCHER = ClusterSpec(
+    name="deepspeed",
+    summary="DeepSpeed's own launcher",
+    marker=("CROSS_SIZE",),
+    rank=("RANK",),
+    world_size=("WORLD_SIZE",),
+    local_rank=("LOCAL_RANK",),
+    local_world_size=("LOCAL_SIZE",),
+    node_rank=("CROSS_RANK",),
+    required=("rank", "world_size", "local_rank", "local_world_size"),
+    priority=210,
+)
+
+
+@hookimpl
+def drivetrain_register_clusters() -> Iterable[ClusterSpec]:
+    """Offer it."""
+    return [LAUNCHER]
 
 
 @hookimpl
