@@ -112,7 +112,7 @@ class ShardingPlan:
         if self.recompute != "none":
             words.append(f"recompute {self.recompute}")
         if self.offloaded:
-            words.append(f"offload {'+'.join(self.offloaded)}")
+            words.append("offload" if len(self.offloaded) == 3 else f"offload {'+'.join(self.offloaded)}")
         if self.sync_each_batch:
             words.append("sync each batch")
         return ", ".join(words)
