@@ -66,6 +66,9 @@ TOOLS = [
     "types-psutil",
 ]
 
+#: What must be there before packages can be built that have no wheels: DeepSpeed asks torch how.
+FIRST = ["setuptools", "torch", "wheel"]
+
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "tests"]
 
@@ -87,8 +90,9 @@ def install_all(session: nox.Session) -> None:
     # In two steps: the packages are built with what the first one brings, not each in an environment of its own.
     pip = ["python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", CONSTRAINTS]
     run(session, *pip, *TOOLS)
+    run(session, *pip, *FIRST)
     editable = [part for package in [*PACKAGES, *CONTRIB] for part in ("-e", package)]
-    run(session, *pip, "--no-build-isolation", *editable)
+    run(session, *pip, "--no-build-isolation", *editable, DS_BUILD_OPS="0")
     stamp.write_text(wanted)
 
 

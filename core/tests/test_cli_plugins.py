@@ -246,8 +246,8 @@ def test_show_of_a_broken_plugin_ends_with_its_own_traceback(site):
 def test_show_of_what_is_not_there(site):
     assert "There is no plugin 'tyo'. Did you mean 'toy'?" in run("plugins", "show", "tyo", code=1).stderr
     assert (
-        "plugin 'deepspeed' isn't installed. It belongs to drivetrain-deepspeed"
-        in run("plugins", "show", "deepspeed", code=1).stderr
+        "plugin 'megatron' isn't installed. It belongs to drivetrain-megatron"
+        in run("plugins", "show", "megatron", code=1).stderr
     )
 
 

@@ -16,12 +16,12 @@ from drivetrain.config.secrets import without_secrets
 def run(*arguments, **environ):
     result = CliRunner().invoke(main, ["env", *arguments], env=environ)
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def test_what_a_bug_report_needs_is_there():
     facts = json.loads(run("--json", RANK="0", WORLD_SIZE="1", PBS_JOBID="17", UNRELATED="x"))
-    assert list(facts) == ["system", "packages", "plugins", "devices", "variables", "configuration file"]
+    assert list(facts)[:6] == ["system", "packages", "plugins", "devices", "variables", "configuration file"]
     assert facts["packages"]["torch"] == torch.__version__ or facts["packages"]["torch"] in torch.__version__
     assert "gloo" in facts["packages"]["torch.distributed"]
     assert facts["plugins"]["builtin"].startswith("drivetrain ")
@@ -96,3 +96,22 @@ def test_a_broken_file_and_a_broken_plugin_are_facts(tmp_path):
     )
     assert "not valid TOML" in facts["configuration file"]["error"]
     assert facts["plugins"] == {"toy": "toy-plugin 1.0, failed: ImportError: no toys"}
+
+
+def test_plugins_add_what_they_report():
+    def prints_and_reports():
+        print("a library's banner")
+        return {"compiler": "g++ 12", "url": "https://me:pw@host"}
+
+    def breaks():
+        raise OSError("no such library")
+
+    facts = describe_environment(
+        environ={},
+        plugins=[],
+        clusters=CLUSTERS,
+        availability=detect_devices(DEVICES),
+        reports={"backend a": prints_and_reports, "backend b": breaks},
+    )
+    assert facts["backend a"] == {"compiler": "g++ 12", "url": "https://(left out)@host"}
+    assert facts["backend b"] == {"error": "OSError: no such library"}

@@ -116,10 +116,8 @@ def test_a_known_name_says_what_to_install(registry):
         PluginNotFoundError, match=r'backend \'ddp\' isn\'t installed. Install it: pip install "drivetrain\[ddp\]"'
     ):
         registry.get("backend", "ddp")
-    with pytest.raises(
-        PluginNotFoundError, match="belongs to drivetrain-deepspeed, which isn't released yet"
-    ) as caught:
-        registry.get("backend", "deepspeed")
+    with pytest.raises(PluginNotFoundError, match="belongs to drivetrain-megatron, which isn't released yet") as caught:
+        registry.get("backend", "megatron")
     assert "pip" not in str(caught.value)
 
 
@@ -165,9 +163,9 @@ def test_keywords(registry):
     assert registry.accepts() == {"toy_plugin": ("tracker", "toy")}
     assert registry.accepted_by("toy_plugin") == ("tracker", registry.get("tracker", "toy"))
     with pytest.raises(
-        PluginNotFoundError, match=r"keyword 'deepspeed_plugin' isn't available. It belongs to drivetrain-deepspeed"
+        PluginNotFoundError, match=r"keyword 'megatron_lm_plugin' isn't available. It belongs to drivetrain-megatron"
     ):
-        registry.accepted_by("deepspeed_plugin")
+        registry.accepted_by("megatron_lm_plugin")
     with pytest.raises(TypeError, match="unexpected keyword argument 'mixed_precison'"):
         registry.accepted_by("mixed_precison")
 

@@ -58,7 +58,7 @@ HERE = {
 OF_PLUGINS = {
     "": "DeepSpeedPlugin FullyShardedDataParallelPlugin",
     "utils": """
-        AORecipeKwargs DeepSpeedPlugin DeepSpeedSchedulerWrapper DummyOptim DummyScheduler FullyShardedDataParallelPlugin
+        AORecipeKwargs DeepSpeedPlugin DummyOptim DummyScheduler FullyShardedDataParallelPlugin
         MegatronLMPlugin """,
 }
 
@@ -74,7 +74,8 @@ EXPLAINED = {
         enable_fsdp_ram_efficient_loading load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer
         infer_auto_device_map load load_and_quantize_model load_offloaded_weights named_module_tensors offload_state_dict
         offload_weight purge_accelerate_environment save_offload_index set_module_tensor_to_device shard_checkpoint
-        write_basic_config """,
+        write_basic_config DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DeepSpeedSequenceParallelConfig
+        HfDeepSpeedConfig get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed """,
     "utils.modeling": "clean_device_map get_max_layer_size",
     "data_loader": "BatchSamplerShard DataLoaderDispatcher IterableDatasetShard SeedableRandomSampler SkipBatchSampler",
 }

@@ -211,6 +211,8 @@ class _Spec(_Record):
         accepts: Constructor keywords of the Accelerator that take an instance of ``options``.
         exports: Names that ``drivetrain`` and ``drivetrain.utils`` resolve through this spec, each as ``"Name"`` (found in the
             module of ``options``, or else of ``target``) or ``"Name=package.module:Attribute"``.
+        report: A function without arguments, ``"package.module:name"``, that gives facts for a bug report: texts by name. ``drivetrain env``
+            calls it, and nothing else does.
     """
 
     name: str
@@ -220,6 +222,7 @@ class _Spec(_Record):
     options: str | None = None
     accepts: tuple[str, ...] = ()
     exports: tuple[str, ...] = ()
+    report: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

@@ -209,8 +209,8 @@ class OptionResolver:
 
     def spec(self, kind: str, spec: Any, registry: CatalogView) -> None:
         """Resolve the options of a chosen spec; they are the class's defaults where no source says anything."""
-        if spec.options is not None:
-            slot = class_name(spec.options)
+        slot = class_name(spec.options or "")
+        if spec.options is not None and slot not in self.options:
             given = self._given.by_slot.get(slot)
             self._resolve(slot, spec.name, functools.partial(registry.load, kind, spec.name, spec.options), given)
 

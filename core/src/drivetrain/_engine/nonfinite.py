@@ -137,7 +137,7 @@ class NonfiniteGuard:
         """1.0 if anything isn't finite on any process, on the device; None if there is nothing to look at."""
         device = self._accelerator.device
         found = [n.loss.to(device, torch.float32).sum() for n in notes]
-        grads = [_local(p.grad) for p in parameters if p.grad is not None]
+        grads = [grad for _, grad in self._accelerator.backend.local_gradients(parameters)]
         if grads:
             found += [norm.to(device, torch.float32) for norm in torch._foreach_norm(grads)]
         if not found:
@@ -152,7 +152,8 @@ class NonfiniteGuard:
         from drivetrain.parallel import object_collectives
 
         names = self._accelerator.backend.parameter_names(self._accelerator._models)
-        bad = [p for p in check.parameters if p.grad is not None and not bool(_local(p.grad).isfinite().all())]
+        local = self._accelerator.backend.local_gradients(check.parameters)
+        bad = [p for p, grad in local if not bool(grad.isfinite().all())]
         mine = {
             "losses": [
                 (n.number, float(n.loss.sum()), _where(n)) for n in check.notes if not bool(n.loss.isfinite().all())
@@ -179,13 +180,6 @@ class NonfiniteGuard:
             + (f" The window's data: {' | '.join(samples)}." if samples else "")
             + " torch.autograd.detect_anomaly() finds the operator."
         )
-
-
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    """The values of a gradient that are here."""
-    if hasattr(grad, "to_local"):
-        grad = grad.to_local()
-    return grad.coalesce().values() if grad.is_sparse else grad
 
 
 def _where(note: _Note) -> str:

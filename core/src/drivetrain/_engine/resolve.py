@@ -8,11 +8,12 @@ from drivetrain._engine.availability import Availability
 from drivetrain._engine.choosing import Chooser
 from drivetrain._engine.collecting import GivenOptions, OptionResolver, Sections, collect_options
 from drivetrain._engine.detect import ProcessSurvey, survey_process
-from drivetrain._engine.plan import Arguments, CatalogView, Choice, PreparePlan, Rejection
+from drivetrain._engine.plan import Arguments, CatalogView, Choice, PreparePlan, Rejection, class_name
 from drivetrain._engine.variables import foreign_variables, unknown_variables
 from drivetrain.checkpoint.location import is_remote
 from drivetrain.config.files import ConfigFile, read_config_file
-from drivetrain.config.origins import DEFAULT
+from drivetrain.config.options import Options
+from drivetrain.config.origins import DEFAULT, Origin, Source
 from drivetrain.config.precedence import Resolved, resolve_core
 from drivetrain.config.settings import CoreSettings, variable
 from drivetrain.errors import ConfigurationError, UnsupportedError
@@ -56,6 +57,7 @@ def resolve(
     given = collect_options(arguments, registry)
     core = resolve_core(given.settings, environ=environ, file=file)
     options = OptionResolver(given, environ, file)
+    core = _link_backend(core, options, given, registry)
     options.core()
     core = _link(core, options, "gradient_accumulation_steps", "GradientAccumulationPlugin", "num_steps")
     core = _link(core, options, "dynamo_backend", "TorchDynamoPlugin", "backend")
@@ -154,6 +156,37 @@ def _link(
     return Resolved(core.value.replaced(**{setting: other}), {**core.origins, setting: other_origin})
 
 
+def _link_backend(
+    core: Resolved[CoreSettings], options: OptionResolver, given: GivenOptions, registry: CatalogView
+) -> Resolved[CoreSettings]:
+    """Settings that the options of the backend that is asked for say, too.
+
+    Raises:
+        ConfigurationError: If another source says something else.
+    """
+    name = given.backend or core.value.backend
+    if name == "auto":
+        requested = given.requested()
+        name = requested[0].name if len(requested) == 1 else name
+    spec = registry.specs("backend").get(name)
+    if spec is None or spec.options is None:
+        return core
+    options.spec("backend", spec, registry)
+    said = options.options[class_name(spec.options)]
+    for setting, (value, place) in said.settings().items() if isinstance(said, Options) else ():
+        present, origin = getattr(core.value, setting), core.origins[setting]
+        if origin == DEFAULT:
+            core = Resolved(
+                core.value.replaced(**{setting: value}),
+                {**core.origins, setting: Origin(Source.EXPLICIT, place)},
+            )
+        elif present != value:
+            raise ConfigurationError(
+                f"{setting}={present!r} ({origin}) and {place}={value!r} contradict each other. Give one of them."
+            )
+    return core
+
+
 def _link_directories(core: Resolved[CoreSettings], options: OptionResolver) -> Resolved[CoreSettings]:
     """``project_dir`` and ``logging_dir`` are also fields of `ProjectConfiguration`, which checkpoints and scripts ask.
 
@@ -214,4 +247,4 @@ def _unused(given: GivenOptions, options: OptionResolver, backend: BackendSpec) 
 
 def _unread(file: ConfigFile, environ: Mapping[str, str], sections: Sections) -> list[str]:
     """What the file and the environment say to nobody; unknown keys of known sections are an error."""
-    return [*sections.check(file), *foreign_variables(environ), *unknown_variables(environ, sections)]
+    return [*sections.check(file), *foreign_variables(environ, sections), *unknown_variables(environ, sections)]

@@ -30,8 +30,12 @@ _COUNTERPARTS = {
 _FOREIGN_PREFIX = "ACCELERATE_"
 
 
-def foreign_variables(environ: Mapping[str, str]) -> Iterator[str]:
+def foreign_variables(environ: Mapping[str, str], sections: Sections | None = None) -> Iterator[str]:
     """One sentence about variables of Accelerate that are set, with ours; nothing if there are none.
+
+    Args:
+        environ: The environment.
+        sections: What prefixes stand for, to find the fields of plugins' options.
 
     Example:
         >>> list(foreign_variables({"ACCELERATE_USE_CPU": "true"}))
@@ -47,9 +51,22 @@ def foreign_variables(environ: Mapping[str, str]) -> Iterator[str]:
         elif rest.startswith("USE_"):
             named.append(f"{name} (use {variable('backend')})")
         else:
-            named.append(name)
+            ours = _same_field(rest, sections)
+            named.append(f"{name} (use {ours})" if ours else name)
     if named:
         yield f"These variables of Accelerate have no effect: {', '.join(named)}."
+
+
+def _same_field(rest: str, sections: Sections | None) -> str:
+    """Our variable of the field of a plugin's options that a name without its prefix says, or begins; empty if there is none."""
+    for section in sections.names() if sections is not None else ():
+        prefix = f"{section.upper()}_"
+        if rest.startswith(prefix):
+            field = rest.removeprefix(prefix).lower()
+            known = sections.fields(section) if sections is not None else set()
+            begun = [name for name in known if name == field or name.startswith(f"{field}_")]
+            return variable(min(begun, key=len), section) if begun else ""
+    return ""
 
 
 def unknown_variables(environ: Mapping[str, str], sections: Sections) -> Iterator[str]:

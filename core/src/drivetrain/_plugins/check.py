@@ -58,6 +58,10 @@ def _spec_problems(spec: AnySpec) -> Iterator[str]:
     if spec.options:
         options, problem = _load("options", spec.options)
         yield from [problem] if problem else _options_problems(spec.options, options)
+    if spec.report:
+        report, problem = _load("report", spec.report)
+        if problem or not callable(report):
+            yield problem or f"report {spec.report!r} isn't a function"
     for export in spec.exports:
         _, problem = _load("exports", export_target(spec, export.partition("=")[0]) or "")
         if problem:

@@ -193,7 +193,7 @@ def _optimizer_state(
     }
     here = {canonical(name): name for name in layouts}
     if source.state["optimizers"][index].get("by") == "position":  # converted from files that know no names
-        order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        order = [names[id(p)] for p in session.backend.optimizer_parameters(optimizer)]
         here = {str(position): name for position, name in enumerate(order)}
     values = {
         here.get(name, name): _fill(entry, store, layouts.get(here.get(name, name)))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain._engine.availability import Availability
+    from drivetrain._plugins.registry import Registry
+    from drivetrain.specs import AnySpec
 
 __all__ = ["as_text", "describe_environment", "env"]
 
@@ -67,6 +71,7 @@ def env(config_file: str | None, as_json: bool) -> None:
         clusters=registry.specs("cluster").values(),
         availability=availability,
         config_file=config_file,
+        reports=_reports(registry),
     )
     click.echo(json.dumps(facts, indent=2) if as_json else as_text(facts))
 
@@ -78,6 +83,7 @@ def describe_environment(
     clusters: Iterable[Any],
     availability: Availability,
     config_file: str | None = None,
+    reports: Mapping[str, Callable[[], Mapping[str, str]]] | None = None,
 ) -> dict[str, dict[str, str]]:
     """Facts by section and name. Never fails: what can't be found out is said.
 
@@ -87,6 +93,7 @@ def describe_environment(
         clusters: Descriptors of clusters, for their variables.
         availability: Which devices are there; asked through torch.
         config_file: Path of a configuration file; None for that of the environment.
+        reports: What specs report, by section.
     """
     return {
         "system": _system(),
@@ -95,7 +102,34 @@ def describe_environment(
         "devices": _devices(availability),
         "variables": _variables(environ, clusters, availability),
         "configuration file": _configuration(config_file, environ),
+        **{section: _facts_of(report) for section, report in (reports or {}).items()},
     }
+
+
+def _reports(registry: Registry) -> dict[str, Callable[[], Mapping[str, str]]]:
+    """The functions that usable specs of plugins name, imported when they are called."""
+    from drivetrain._plugins.record import kind_of
+
+    found: dict[str, Callable[[], Mapping[str, str]]] = {}
+    for record in registry.records:
+        for spec in record.specs if record.loaded else ():
+            kind = kind_of(spec)
+            if spec.report and (kind, spec.name) not in record.problems:
+                found[f"{kind} {spec.name}"] = partial(_call, registry, kind, spec)
+    return found
+
+
+def _call(registry: Registry, kind: str, spec: AnySpec) -> Mapping[str, str]:
+    facts: Mapping[str, str] = registry.load(kind, spec.name, spec.report)()
+    return facts
+
+
+def _facts_of(report: Callable[[], Mapping[str, str]]) -> dict[str, str]:
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what a library prints is no fact
+            return {str(name): without_secrets(str(name), str(value)) for name, value in report().items()}
+    except Exception as error:  # a broken installation is what the report is about
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _system() -> dict[str, str]:

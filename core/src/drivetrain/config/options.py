@@ -72,6 +72,13 @@ class Options:
         """The fields that were given: keyword arguments for the constructor that these options stand for."""
         return self.explicit()
 
+    def settings(self) -> Mapping[str, tuple[Any, str]]:
+        """Core's settings that these options say, too: value and where it is written, by name.
+
+        Core takes them where nothing else says that setting, and refuses two values of one.
+        """
+        return {}
+
     def notes(self) -> list[str]:
         """Sentences about given values that change nothing, such as switching off what is always on; the user is told them once."""
         return []

@@ -63,13 +63,20 @@ def resolve_options(
     """
     explicit = {} if given is None else given.explicit()
     outside, origins = _from_outside(cls, section, explicit, environ, file, file.section(section))
-    if given is None:
-        value = cls(**outside)
-    elif outside:
-        value = type(given)(**{**outside, **explicit})
-    else:
-        value = given
-    value.validate()
+    try:
+        if given is None:
+            value = cls(**outside)
+        elif outside:
+            value = type(given)(**{**outside, **explicit})
+        else:
+            value = given
+        value.validate()
+    except ConfigurationError as error:
+        # The class knows its fields, not where their values were written.
+        places = [f"{name}: {origins[name]}" for name in outside if name in str(error)]
+        if not places:
+            raise
+        raise ConfigurationError(f"{error} ({', '.join(places)})") from None
     return Resolved(value, origins)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from drivetrain.interfaces.device import Device, TorchDevice
     from drivetrain.interfaces.launcher import Launcher, LaunchRequest
     from drivetrain.interfaces.precision import Precision
-    from drivetrain.interfaces.sharding_planner import ShardingPlan, ShardingPlanner
+    from drivetrain.interfaces.sharding_planner import ShardingPlan, ShardingPlanner, TrainingRequest
     from drivetrain.interfaces.shards import Block, Shards
     from drivetrain.interfaces.tracker import Row, Tracker, TrackerContext
 
@@ -40,6 +40,7 @@ __all__ = [
     "TorchDevice",
     "Tracker",
     "TrackerContext",
+    "TrainingRequest",
     "WindowView",
 ]
 
@@ -53,7 +54,7 @@ __getattr__, __dir__ = lazy_exports(
         "device": ["Device", "TorchDevice"],
         "launcher": ["LaunchRequest", "Launcher"],
         "precision": ["Precision"],
-        "sharding_planner": ["ShardingPlan", "ShardingPlanner"],
+        "sharding_planner": ["ShardingPlan", "ShardingPlanner", "TrainingRequest"],
         "shards": ["Block", "Shards"],
         "tracker": ["Row", "Tracker", "TrackerContext"],
     },

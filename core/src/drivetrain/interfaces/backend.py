@@ -279,6 +279,13 @@ class Backend:
         if grads:
             torch._foreach_mul_(grads, factor)
 
+    def local_gradients(self, parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What this process has of accumulated gradients, for whoever looks at them: pairs of a parameter and values, of any shape.
+
+        A backend that keeps gradients elsewhere than on parameters gives them here.
+        """
+        return [(p, _local(p.grad)) for p in parameters if p.grad is not None]
+
     def unscale_(self, optimizer: Any) -> None:
         """Undo the loss scale in the optimizer's gradients."""
         self.precision.unscale_(optimizer)
@@ -418,7 +425,7 @@ class Backend:
     keeps_own_gradients = False
 
     def window_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Gradients of an open accumulation window by parameter name: this process's own, or DTensors of what is reduced already."""
+        """Gradients of an open accumulation window by parameter name: this process's own; DTensors or `Shards` of what is reduced already."""
         named = self.unwrap(model).named_parameters()
         return {name: p.grad.detach() for name, p in named if p.grad is not None}
 
@@ -462,6 +469,13 @@ class Backend:
     def describe(self) -> dict[str, str]:
         """Facts for ``explain()``: setting to value."""
         return {}
+
+
+def _local(grad: Any) -> torch.Tensor:
+    if hasattr(grad, "to_local"):
+        grad = grad.to_local()
+    values: torch.Tensor = grad.coalesce().values() if grad.is_sparse else grad
+    return values
 
 
 def _read_from_device(tensors: Sequence[torch.Tensor]) -> Future[list[float]]:

@@ -40,8 +40,7 @@ def prepare_facts(kit: BackendKit) -> dict[str, Any]:
         "unwrapped": accelerator.unwrap_model(first[0]) is inner,
         "unwrapped twice": accelerator.unwrap_model(accelerator.unwrap_model(first[0])) is inner,
         "is module": isinstance(first[0], torch.nn.Module),
-        "steps parameters": {id(p) for g in first[1].param_groups for p in g["params"]}
-        == {id(p) for p in inner.parameters()},
+        "steps parameters": {id(p) for p in first[1].parameters()} == {id(p) for p in inner.parameters()},
         "device": {p.device.type for p in inner.parameters()} == {accelerator.device.type},
         "mode": first[0].train().training and inner.training and not (first[0].eval().training or inner.training),
         "described": all(isinstance(t, str) for item in accelerator.backend.describe().items() for t in item),
@@ -186,7 +185,9 @@ class ObjectTests(BackendKit):
             assert facts["unwrapped"], f"{who}: unwrap_model didn't give the user's module"
             assert facts["unwrapped twice"], f"{who}: unwrap_model of a plain module must give that module"
             assert facts["is module"], f"{who}: a prepared model must be a torch.nn.Module"
-            assert facts["steps parameters"], f"{who}: the optimizer doesn't hold the parameters of the prepared model"
+            assert facts["steps parameters"], (
+                f"{who}: the optimizer doesn't update the parameters of the prepared model"
+            )
             assert facts["device"], f"{who}: parameters aren't on the device"
             assert facts["mode"], f"{who}: train() and eval() of the prepared model don't reach the user's"
             assert facts["described"], f"{who}: describe() must map texts to texts"

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from drivetrain.errors import UnsupportedError
+from drivetrain.interfaces import Shards
 from drivetrain.specs import Capability
 from drivetrain.testing._backend_base import BackendKit, check_all_close
 from drivetrain.testing._backend_windows import Loop
@@ -87,7 +88,10 @@ def plain_named(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, dict[str
 
 
 def _whole_state(state: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: whole({k: torch.as_tensor(v) for k, v in values.items()}) for name, values in state["state"].items()}
+    return {
+        name: whole({k: v if isinstance(v, Shards) else torch.as_tensor(v) for k, v in values.items()})
+        for name, values in state["state"].items()
+    }
 
 
 def _named_training(kit: BackendKit) -> tuple[Any, NamedModel, Any, Any]:
@@ -117,6 +121,9 @@ def named_state(kit: BackendKit) -> dict[str, Any]:
 def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _copy(v) for k, v in value.items()}
+    if isinstance(value, Shards):
+        blocks = iter(value.blocks)
+        return value.like(lambda offsets, sizes: next(blocks).values.detach().clone())
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 

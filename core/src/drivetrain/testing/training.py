@@ -278,8 +278,7 @@ def _note_window(case: Case, accelerator: Any, model: Any, optimizer: Any, sums:
     result.norms.append(float(norm))
     result.rates.append(optimizer.param_groups[0]["lr"])
     if not result.losses:
-        named = accelerator.unwrap_model(model).named_parameters()
-        result.gradients = whole({n: p.grad for n, p in named if p.grad is not None})
+        result.gradients = whole(accelerator.backend.window_gradients(model))
     loss_sum, items = accelerator.reduce(sums.to(accelerator.device)).tolist()
     result.losses.append(loss_sum / max(items, 1.0))
     sums.zero_()

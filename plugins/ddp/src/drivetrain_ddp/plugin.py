@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from drivetrain.hookspecs import hookimpl
-from drivetrain.specs import BackendSpec, Capability, Detection, Request, Score
+from drivetrain.specs import BackendSpec, Capability, Detection, Request, Score, ShardingPlannerSpec
 
 DRIVETRAIN_API = 1
 
@@ -43,3 +43,16 @@ def drivetrain_detect_backend(request: Request) -> Iterable[Detection] | None:
     if not request.process.is_distributed:
         return None
     return [Detection("ddp", Score.POSSIBLE, f"{request.process.world_size} processes; a replica on each")]
+
+
+@hookimpl
+def drivetrain_register_sharding_planners() -> Iterable[ShardingPlannerSpec]:
+    """Offer plans for ddp."""
+    return [
+        ShardingPlannerSpec(
+            name="ddp",
+            summary="a replica on each device",
+            target="drivetrain_ddp.planner:DDPPlanner",
+            backend="ddp",
+        )
+    ]

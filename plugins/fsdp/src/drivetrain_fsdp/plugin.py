@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from drivetrain.hookspecs import hookimpl
-from drivetrain.specs import BackendSpec, Capability, Detection, Request, Score
+from drivetrain.specs import BackendSpec, Capability, Detection, Request, Score, ShardingPlannerSpec
 
 DRIVETRAIN_API = 1
 
@@ -47,3 +47,16 @@ def drivetrain_detect_backend(request: Request) -> Iterable[Detection] | None:
     if not request.process.is_distributed:
         return None
     return [Detection("fsdp", Score.FALLBACK + 50, f"{request.process.world_size} processes; a shard on each")]
+
+
+@hookimpl
+def drivetrain_register_sharding_planners() -> Iterable[ShardingPlannerSpec]:
+    """Offer plans for fsdp."""
+    return [
+        ShardingPlannerSpec(
+            name="fsdp",
+            summary="all sharding strategies, with and without the CPU's memory",
+            target="drivetrain_fsdp.planner:FSDPPlanner",
+            backend="fsdp",
+        )
+    ]

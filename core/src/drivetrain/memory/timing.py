@@ -1,0 +1,116 @@
+"""How long a step takes, well enough to order plans. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drivetrain.memory.hardware import Hardware
+from drivetrain.memory.profile import ModelProfile, Timeline
+
+__all__ = ["Traffic", "seconds"]
+
+#: Of what is hidden behind something longer, this share still shows: the first gather and the last reduction have nothing to hide behind.
+_SHOWS = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class Traffic:
+    """What one device sends in an optimizer step, and moves to and from the CPU's memory.
+
+    Rings are assumed: gathering or scattering S bytes over n devices sends ``S * (n - 1) / n`` from each, an all-reduce twice that (Patarasuk and Yuan,
+    "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+
+    Args:
+        shards: Devices over which state is divided: neighbours.
+        replicas: How often it exists.
+        among_shards: Bytes sent to the other shards.
+        among_replicas: Bytes sent to the other replicas.
+        collectives: Number of collectives.
+        host: Bytes that move between the device and the CPU's memory.
+        stepped: Bytes of parameters, gradients and state that the optimizer goes through.
+        steps_on_host: The optimizer steps in the CPU's memory.
+
+    Example:
+        >>> traffic = Traffic(shards=4)
+        >>> traffic.gather(100, 2, times=3)
+        >>> traffic.sent, traffic.collectives
+        (225.0, 6)
+    """
+
+    shards: int = 1
+    replicas: int = 1
+    among_shards: float = 0.0
+    among_replicas: float = 0.0
+    collectives: int = 0
+    host: float = 0.0
+    stepped: float = 0.0
+    steps_on_host: bool = False
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one device sends."""
+        return self.among_shards + self.among_replicas
+
+    def gather(self, size: float, number: int, *, times: int) -> None:
+        """Shards become whole: ``size`` bytes in so many collectives."""
+        if self.shards > 1:
+            self.among_shards += size * (self.shards - 1) / self.shards * times
+            self.collectives += number * times
+
+    scatter = gather
+
+    def reduce(self, size: float, number: int, *, times: int) -> None:
+        """Replicas agree on ``size`` bytes."""
+        if self.replicas > 1:
+            self.among_replicas += 2 * size * (self.replicas - 1) / self.replicas * times
+            self.collectives += number * times
+
+
+def seconds(
+    timeline: Timeline,
+    traffic: Traffic,
+    profile: ModelProfile,
+    hardware: Hardware,
+    *,
+    micro_batch: int,
+    accumulation: int,
+) -> float:
+    """Predicted time of one optimizer step.
+
+    Matrix products take their operations over the device's arithmetic; everything else its bytes over the memory's bandwidth, or the time that starting an
+    operation takes, whichever is longer. Communication hides behind computing where devices can do both at once.
+
+    Args:
+        timeline: Forward and backward of a micro-batch.
+        traffic: What is sent and moved.
+        profile: The model.
+        hardware: The devices.
+        micro_batch: Samples per micro-batch and device.
+        accumulation: Micro-batches per step.
+
+    Example:
+        >>> from drivetrain.memory import known_hardware, profile_of_counts
+        >>> profile = profile_of_counts(parameters=1e9, layers=16, hidden=2048, sequence=1024, precision="bf16")
+        >>> timeline = profile.timelines["none"]
+        >>> devices = known_hardware("a100-80gb")
+        >>> seconds(timeline, Traffic(), profile, devices, micro_batch=8, accumulation=1) > 0.1
+        True
+    """
+    products = timeline.flops * micro_batch / hardware.flops_of(profile.compute_itemsize)
+    others = timeline.moved * micro_batch / hardware.memory_bandwidth
+    started = timeline.operations * hardware.launch
+    computing = accumulation * (max(products + others, started) if hardware.overlaps else products + others + started)
+    sending = (
+        traffic.among_shards / hardware.bandwidth(traffic.shards)
+        + traffic.among_replicas / hardware.bandwidth(traffic.replicas, apart=traffic.shards)
+        + traffic.collectives * hardware.latency
+    )
+    moving = traffic.host / hardware.host_bandwidth
+    if hardware.overlaps:
+        beside = max(sending, moving)
+        together = max(computing, beside) + _SHOWS * min(computing, beside)
+    else:
+        together = computing + sending + moving
+    speed = hardware.host_bandwidth if traffic.steps_on_host else hardware.memory_bandwidth
+    operations = 0.0 if traffic.steps_on_host else profile.optimizer.operations * hardware.launch
+    return together + max(2 * traffic.stepped / speed, operations)

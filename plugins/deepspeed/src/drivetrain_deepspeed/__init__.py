@@ -1,0 +1,1 @@
+"""Drivetrain backend for DeepSpeed."""

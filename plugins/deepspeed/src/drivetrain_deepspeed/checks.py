@@ -1,0 +1,144 @@
+"""What DeepSpeed would take and get wrong, or the loop of a script can't drive: refused before an engine is made, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from drivetrain.errors import ConfigurationError, UnsupportedError
+
+__all__ = ["check_config", "check_engine", "check_model"]
+
+Config = Mapping[str, Any]
+
+
+def _enabled(config: Config, *path: str) -> bool:
+    """Whether a section is there and isn't switched off."""
+    section: Any = config
+    for key in path:
+        section = section.get(key) if isinstance(section, Mapping) else None
+    return bool(section.get("enabled", True) if isinstance(section, Mapping) else section)
+
+
+def _stage(config: Config) -> int:
+    return int(config["zero_optimization"]["stage"])
+
+
+def _sizes(config: Config, section: str, key: str) -> bool:
+    return int((config.get(section) or {}).get(key, 1) or 1) > 1
+
+
+#: What is refused: whether a configuration asks for it, and what to say.
+_REFUSED: tuple[tuple[Callable[[Config], bool], str], ...] = (
+    (
+        lambda c: _sizes(c, "tensor_parallel", "autotp_size"),
+        '"tensor_parallel": {"autotp_size"} divides layers, so that several processes read the same rows, and DeepSpeed counts them as different '
+        "ones. Leave it out; the backend 'fsdp' divides layers: ParallelismConfig(tp_size=...).",
+    ),
+    (
+        lambda c: int(c.get("sequence_parallel_size", 1) or 1) > 1,
+        '"sequence_parallel_size" (Ulysses) divides sequences, and each process would need its part of each batch. Leave it out; the backend '
+        "'fsdp' divides sequences: ParallelismConfig(cp_size=...).",
+    ),
+    (
+        lambda c: _enabled(c, "hybrid_engine"),
+        '"hybrid_engine" replaces the engine by one that generates between steps. Leave it out.',
+    ),
+    (
+        lambda c: _enabled(c, "zero_optimization", "zenflow"),
+        '"zenflow" steps some parameters late, beside the window of the script. Leave it out.',
+    ),
+    (
+        lambda c: _stage(c) == 1 and c["zero_optimization"].get("overlap_comm") is True,
+        '"overlap_comm" at stage 1: gradients are reduced after the last backward, since nobody knows before which one that is. Leave it out, or '
+        "use stage 2, where they are reduced during each.",
+    ),
+    (
+        lambda c: c["zero_optimization"].get("compute_grad_norm") is False,
+        '"compute_grad_norm": false: clip_grad_norm_ and the search for overflows need the norm. Leave it out.',
+    ),
+    (
+        lambda c: _stage(c) == 0 and _enabled(c, "fp16"),
+        "fp16 at stage 0: DeepSpeed doesn't scale the loss there, and still divides gradients by the scale. Use zero_stage=1.",
+    ),
+    (
+        lambda c: (
+            _stage(c) == 1
+            and _enabled(c, "bf16")
+            and (c.get("data_types") or {}).get("grad_accum_dtype") in ("fp32", "float32")
+        ),
+        '"data_types": {"grad_accum_dtype": "fp32"} with bf16 at stage 1 makes another optimizer, which keeps gradients elsewhere. Use zero_stage=2 '
+        "with it, or leave it out.",
+    ),
+    (
+        lambda c: (
+            _enabled(c, "torch_autocast")
+            and "16" in str(c["torch_autocast"].get("dtype", "bfloat16")).replace("bfloat16", "")
+        ),
+        '"torch_autocast" in float16: each optimizer would scale and skip for itself. Use mixed_precision="fp16", or autocast in bfloat16.',
+    ),
+    (
+        lambda c: bool(c.get("gradient_predivide_factor", 1.0) != 1.0 and not c.get("prescale_gradients")),
+        '"gradient_predivide_factor" has no effect without "prescale_gradients": true. Leave it out.',
+    ),
+)
+
+
+def check_config(config: Config) -> None:
+    """Refuse settings of a resolved configuration.
+
+    Raises:
+        UnsupportedError: With what to do instead.
+
+    Example:
+        >>> check_config({"zero_optimization": {"stage": 2}})
+    """
+    for asked, sentence in _REFUSED:
+        if (config.get("zero_optimization") or {}) and asked(config):
+            raise UnsupportedError(f"DeepSpeed's configuration: {sentence}")
+
+
+def check_model(model: torch.nn.Module, *, placement: bool, device: torch.device) -> None:
+    """Refuse models that an engine can't take.
+
+    Args:
+        model: The user's model.
+        placement: Whether it may be moved to the device.
+        device: Where the engine computes.
+
+    Raises:
+        UnsupportedError: With what to do instead.
+        ConfigurationError: For a model without parameters to train.
+
+    Example:
+        >>> check_model(torch.nn.Linear(2, 2), placement=True, device=torch.device("cpu"))
+    """
+    from deepspeed.pipe import PipelineModule
+
+    name = type(model).__name__
+    if isinstance(model, PipelineModule):
+        raise UnsupportedError(
+            f"{name} is a PipelineModule, whose engine runs forward and backward of all micro-batches by itself (train_batch). Give the model "
+            "itself to prepare()."
+        )
+    if not placement and device.type != "cpu":
+        raise UnsupportedError(
+            f"device_placement=False: DeepSpeed's engine moves {name} to {device}. Leave it out; offload_param_device keeps parameters elsewhere."
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigurationError(f"{name} has an optimizer, and no parameter that requires a gradient.")
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse what only an engine's making has shown.
+
+    Raises:
+        UnsupportedError: With what to do instead.
+    """
+    if hasattr(engine.optimizer, "fp32_groups_flat"):
+        raise UnsupportedError(
+            'DeepSpeed\'s fused optimizers at stage 0 in half precision keep other copies of the weights. Add "torch_adam": true to the parameters of '
+            "the optimizer in the configuration, or use zero_stage=1."
+        )

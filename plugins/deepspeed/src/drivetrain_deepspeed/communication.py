@@ -1,0 +1,104 @@
+"""How DeepSpeed finds the device and the processes: those that are there, and none of its own."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.utils import groups
+
+from drivetrain.errors import EnvironmentDetectionError
+from drivetrain.specs import ProcessInfo
+
+__all__ = ["LocalRank", "choose_accelerator", "join", "leave"]
+
+#: Is compiled whenever communication is set up (minutes), and used by inference alone.
+_UNUSED_OP = "deepspeed_shm_comm"
+
+
+def choose_accelerator(device: torch.device) -> None:
+    """Make DeepSpeed compute where the Accelerator does.
+
+    Raises:
+        EnvironmentDetectionError: If DeepSpeed has found another device.
+
+    Example:
+        >>> choose_accelerator(torch.device("cpu"))
+        >>> get_accelerator().device_name()
+        'cpu'
+    """
+    found = get_accelerator().device_name()
+    if found.partition(":")[0] == device.type:
+        return
+    if device.type == "cpu":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        set_accelerator(CPU_Accelerator())
+        return
+    raise EnvironmentDetectionError(
+        f"The Accelerator computes on {device.type!r}, and DeepSpeed {deepspeed.__version__} has found {found!r}. Start the script with "
+        f"DS_ACCELERATOR={device.type} if DeepSpeed supports that device, or choose another backend."
+    )
+
+
+def join() -> None:
+    """Let DeepSpeed use torch's process group, which is there already: with its backend, its timeout, and nothing compiled."""
+    compatible: dict[str, Any] = deepspeed.ops.__compatible_ops__
+    before = compatible.get(_UNUSED_OP)
+    compatible[_UNUSED_OP] = False
+    try:
+        comm.init_distributed(dist_backend=torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
+    finally:
+        if before is None:
+            del compatible[_UNUSED_OP]
+        else:
+            compatible[_UNUSED_OP] = before
+    # DeepSpeed calls torch's older names of collectives, which torch tells at each call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch\.distributed)\.")
+
+
+def leave() -> None:
+    """Forget the process group, which is about to be destroyed."""
+    groups._release_process_group_references()
+    comm.comm.cdb = None
+
+
+class LocalRank:
+    """The variable that DeepSpeed takes a process's device from, whenever it wants to; set while there are engines, where no launcher did.
+
+    Args:
+        process: Who this process is.
+        device: Where it computes.
+    """
+
+    def __init__(self, process: ProcessInfo, device: torch.device) -> None:
+        self._wanted = str(process.local_rank if device.index is None else device.index)
+        self._is_set = False
+        self._device = device
+
+    def put(self) -> None:
+        """Set it, if it isn't.
+
+        Raises:
+            EnvironmentDetectionError: If it says another device.
+        """
+        found = os.environ.get("LOCAL_RANK")
+        if found is None:
+            os.environ["LOCAL_RANK"] = self._wanted
+            self._is_set = True
+        elif found != self._wanted and self._device.index is not None:
+            raise EnvironmentDetectionError(
+                f"DeepSpeed computes on the device that LOCAL_RANK says, and LOCAL_RANK={found}, while this process has {self._device}. Let each "
+                "process see all devices of the machine, or set LOCAL_RANK to the number of its own."
+            )
+
+    def remove(self) -> None:
+        """Leave the environment as it was."""
+        if self._is_set:
+            os.environ.pop("LOCAL_RANK", None)
+            self._is_set = False

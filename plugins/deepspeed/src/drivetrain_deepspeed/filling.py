@@ -1,0 +1,116 @@
+"""Models whose weights have no values yet: filled module by module, and cut at once (stage 3)."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+
+from drivetrain.errors import UnsupportedError
+
+__all__ = ["fill"]
+
+
+def fill(model: torch.nn.Module, device: torch.device, config: dict[str, Any]) -> None:
+    """Give a model made under ``init_empty_weights()`` its first values, so that no process ever has all of it. Collective.
+
+    Inner modules come first, as in a constructor. Each module's own weights are filled by the model's ``_init_weights`` (transformers' models have
+    it) or its ``reset_parameters``, taken from rank 0, and cut by ``deepspeed.zero.Init``.
+
+    Args:
+        model: The model, all of its weights on the meta device.
+        device: Where this process computes.
+        config: The engine's configuration.
+
+    Raises:
+        UnsupportedError: On every rank, for a model that is empty in part, or a module that nothing fills.
+    """
+    tensors = list(itertools.chain(model.parameters(), model.buffers()))
+    if not all(p.is_meta for p in model.parameters()):
+        raise UnsupportedError(
+            f"Some of {sum(1 for _ in tensors)} weights of {type(model).__name__} have values, and others are on the meta device. Make the whole "
+            "model under init_empty_weights(), or none of it."
+        )
+    owners = [m for m in _inner_first(model) if _own(m)]
+    functions = {id(m): _functions(m, model) for m in owners}
+    unknown = sorted({type(m).__name__ for m in owners if not functions[id(m)]})
+    if unknown:
+        _refuse(unknown)
+    places: dict[int, torch.nn.Parameter] = {}
+    for module in owners:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in places:  # tied to one that is filled
+                module._parameters[name] = places[id(parameter)]
+        _fill_module(module, functions[id(module)], device, config, places)
+
+
+def _refuse(classes: list[str]) -> None:
+    raise UnsupportedError(
+        f"{', '.join(classes)}: nothing says how to fill their weights, which are on the meta device. Give them a reset_parameters(), or make the "
+        "model without init_empty_weights()."
+    )
+
+
+def _fill_module(
+    module: torch.nn.Module,
+    functions: list[Callable[[torch.nn.Module], Any]],
+    device: torch.device,
+    config: dict[str, Any],
+    places: dict[int, torch.nn.Parameter],
+) -> None:
+    empty = {n: p for n, p in module._parameters.items() if p is not None and p.is_meta}
+    for name, old in empty.items():
+        data = torch.full(old.shape, float("nan"), dtype=old.dtype, device=device)
+        new = torch.nn.Parameter(data, requires_grad=old.requires_grad)
+        module._parameters[name] = places[id(old)] = new
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.zeros_like(buffer, device=device)
+    for function in functions:
+        with torch.no_grad():
+            function(module)
+        if not any(module._parameters[n].isnan().any() for n in empty):  # type: ignore[union-attr]
+            break
+    else:
+        if empty:
+            _refuse([type(module).__name__])
+    for name in empty:
+        torch.distributed.broadcast(module._parameters[name].data, src=0)  # type: ignore[union-attr]
+    if empty:
+        holder = torch.nn.Module()  # `Init` takes a module with all that is below it
+        holder._parameters.update({n: module._parameters[n] for n in empty})
+        deepspeed.zero.Init(module=holder, config_dict_or_path=config)
+
+
+def _inner_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    seen: set[int] = set()
+
+    def visit(current: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        if id(current) in seen:
+            return
+        seen.add(id(current))
+        for child in current.children():
+            yield from visit(child)
+        yield current
+
+    return visit(module)
+
+
+def _own(module: torch.nn.Module) -> bool:
+    own = itertools.chain(module._parameters.values(), module._buffers.values())
+    return any(t is not None and t.is_meta for t in own)
+
+
+def _functions(module: torch.nn.Module, model: torch.nn.Module) -> list[Callable[[torch.nn.Module], Any]]:
+    found: list[Callable[[torch.nn.Module], Any]] = []
+    for holder in model.modules():
+        function = getattr(holder, "_init_weights", None)  # of transformers' models, also below an adapter's wrapper
+        if callable(function):
+            found.append(function)
+            break
+    own = [n for n in ("reset_parameters", "_reset_parameters") if callable(getattr(module, n, None))]
+    return [*found, *map(operator.methodcaller, own)]

@@ -1,0 +1,283 @@
+"""Where an engine keeps the fp32 values of parameters and their optimizer state, stage by stage."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+
+from drivetrain.interfaces import Shards
+
+__all__ = ["Masters", "Partition", "Stage3", "Stage12", "make_partition"]
+
+
+class Partition:
+    """Parameters that are updated themselves: stage 0 in fp32. Other stages derive from it.
+
+    Args:
+        engine: DeepSpeed's engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.zero = engine.optimizer
+
+    def buffers(self) -> Iterator[tuple[torch.Tensor, Sequence[Any]]]:
+        """What the torch optimizer updates, each with the parameters that it holds parts of, here or on other processes."""
+        for group in self.zero.param_groups:
+            for parameter in group["params"]:
+                yield parameter, [parameter]
+
+    def read(self, parameter: Any, buffer_value: torch.Tensor | None = None) -> Any:
+        """This process's part of a parameter's fp32 values, or of a state of its buffer's shape; a plain tensor where it is whole.
+
+        Args:
+            parameter: The parameter.
+            buffer_value: A tensor like the parameter's buffer.
+        """
+        return parameter if buffer_value is None else buffer_value
+
+    def cut(self, parameter: Any, values: torch.Tensor | None) -> Any:
+        """Values of the range that this process has of a parameter, as `read` gives them; None for zeros."""
+        template = self.read(parameter)
+        if not isinstance(template, Shards):
+            return torch.zeros_like(template) if values is None else values
+        flat = template.flat().new_zeros(template.flat().numel()) if values is None else values.reshape(-1)
+        taken = iter(flat.split([block.values.numel() for block in template.blocks]))
+        return template.like(lambda _, sizes: next(taken).view(sizes))
+
+    def write(self, parameter: Any, value: Any, buffer_value: torch.Tensor | None = None) -> None:
+        """Put a whole tensor, or `Shards` like those that `read` gives, in their place."""
+        target = self.read(parameter, buffer_value)
+        with torch.no_grad():
+            if isinstance(target, Shards):
+                cut = value if isinstance(value, Shards) else target.like(_reader(value))
+                for block, new in zip(target.blocks, cut.blocks, strict=True):
+                    block.values.copy_(new.values)
+            else:
+                target.copy_(value.full_tensor() if isinstance(value, Shards) else value)
+
+    def refresh(self) -> None:
+        """The fp32 values were written: parameters that forward uses follow. Collective."""
+
+    def whole(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Inside, the model's parameters are whole. Collective.
+
+        Args:
+            module: The user's model.
+        """
+        return contextlib.nullcontext()
+
+    def link(self) -> None:
+        """The torch optimizer's state was made or replaced."""
+
+    def pairs(self) -> list[tuple[Any, torch.Tensor]]:
+        """Each parameter with fp32 values beside it, where there are such."""
+        return []
+
+    def gradients(self) -> list[tuple[Any, torch.Tensor]]:
+        """What this process has of the window's reduced gradients, still scaled."""
+        module = self.engine.module
+        return [(p, p.grad) for p in module.parameters() if p.requires_grad and p.grad is not None]
+
+    def clear(self) -> None:
+        """Drop the window's gradients."""
+        for parameter in self.engine.module.parameters():
+            parameter.grad = None
+
+
+def _reader(value: torch.Tensor) -> Any:
+    def read(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        return value[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+
+    return read
+
+
+class Masters(Partition):
+    """Stage 0 in bf16 or fp16: each process has all fp32 values."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        pairs = zip(self.zero.fp16_groups, self.zero.fp32_groups, strict=True)
+        self._pairs = [pair for low, high in pairs for pair in zip(low, high, strict=True)]
+        self._masters = {id(low): high for low, high in self._pairs}
+
+    def pairs(self) -> list[tuple[Any, torch.Tensor]]:
+        """Each parameter with its fp32 values."""
+        return self._pairs
+
+    def buffers(self) -> Iterator[tuple[torch.Tensor, Sequence[Any]]]:
+        """One for each parameter."""
+        for low, high in self._pairs:
+            yield high, [low]
+
+    def read(self, parameter: Any, buffer_value: torch.Tensor | None = None) -> Any:
+        """Whole; frozen parameters have no others than their own values."""
+        return self._masters.get(id(parameter), parameter) if buffer_value is None else buffer_value
+
+    def refresh(self) -> None:
+        """Round them."""
+        for low, high in self._pairs:
+            low.data.copy_(high.data)
+
+
+class Stage12(Partition):
+    """Stages 1 and 2: flat buffers over all parameters of a group, cut into equal parts."""
+
+    def buffers(self) -> Iterator[tuple[torch.Tensor, Sequence[Any]]]:
+        """One per parameter group."""
+        yield from zip(self.zero.single_partition_of_fp32_groups, self.zero.bit16_groups, strict=True)
+
+    def read(self, parameter: Any, buffer_value: torch.Tensor | None = None) -> Any:
+        """A range of the parameter; frozen parameters are whole."""
+        if not hasattr(parameter, "_hp_mapping"):
+            return parameter
+        mapping = parameter._hp_mapping
+        if mapping is None:  # all of it is on other processes
+            return Shards.of_range(torch.empty(0, device=self._device), start=0, shape=parameter.shape)
+        if buffer_value is None:
+            values = mapping.hp_fragment
+        else:
+            place = mapping.hp_fragment_address
+            values = buffer_value.narrow(0, place.start, place.numel)
+        return Shards.of_range(values.detach(), start=mapping.lp_fragment_address.start, shape=parameter.shape)
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.zero.single_partition_of_fp32_groups[0].device
+        return device
+
+    def refresh(self) -> None:
+        """Each process rounds its part, and all gather them."""
+        self.zero.update_lp_params()
+
+    def link(self) -> None:
+        """DeepSpeed's own view of the state goes through the parameters."""
+        zero = self.zero
+        if all(zero.optimizer.state.get(flat) for flat, _ in self.buffers()):
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+
+    def gradients(self) -> list[tuple[Any, torch.Tensor]]:
+        """Parts of what this process updates."""
+        zero = self.zero
+        found: list[tuple[Any, torch.Tensor]] = []
+        for i, parameters in enumerate(zero.params_in_partition):
+            if zero.cpu_offload:
+                parts = zero.offload_gradient_dict[i]
+            else:
+                parts = [g for g in zero.averaged_gradients.get(i) or () if not getattr(g, "_zero_padding", False)]
+            found += zip(parameters, parts, strict=False)
+        return found
+
+    def clear(self) -> None:
+        """As the optimizer does after an overflow."""
+        zero = self.zero
+        zero.zero_grad(set_to_none=True)
+        zero._release_preflattened_grad_buffers()
+        zero.micro_step_id = -1
+        zero._epilogue_ran_this_backward = False
+        if zero.cpu_offload:
+            zero._offload_accumulated_param_ids = set()
+            zero.reset_cpu_buffers()
+            return
+        for key in zero.averaged_gradients:
+            zero.averaged_gradients[key] = None
+        for key in zero.all_grad_tensors:
+            zero.all_grad_tensors[key] = None
+
+
+class Stage3(Partition):
+    """Stage 3: each parameter is cut into equal ranges, joined in flat buffers."""
+
+    def buffers(self) -> Iterator[tuple[torch.Tensor, Sequence[Any]]]:
+        """One per sub-group of parameters."""
+        if self.trains:
+            yield from zip(self.zero.fp32_partitioned_groups_flat, self.zero.fp16_groups, strict=True)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer, and not only parameters that are gathered and released."""
+        return hasattr(self.zero, "fp32_partitioned_groups_flat")
+
+    def read(self, parameter: Any, buffer_value: torch.Tensor | None = None) -> Any:
+        """A range of the parameter, without the padding of the last one."""
+        if not (self.trains and parameter.requires_grad and id(parameter) in self._places):
+            values = parameter.ds_tensor.data  # frozen: as forward uses it
+        else:
+            group, offset, count = self._places[id(parameter)]
+            flat = self.zero.fp32_partitioned_groups_flat[group] if buffer_value is None else buffer_value
+            values = flat.detach().narrow(0, offset, count)
+        size = parameter.ds_tensor.ds_numel
+        start = min(self._rank(parameter) * size, parameter.ds_numel)
+        count = min(size, parameter.ds_numel - start)
+        return Shards.of_range(values.view(-1)[:count], start=start, shape=parameter.ds_shape)
+
+    @staticmethod
+    def _rank(parameter: Any) -> int:
+        return torch.distributed.get_rank(parameter.ds_process_group)
+
+    @property
+    def _places(self) -> dict[int, tuple[int, int, int]]:
+        """Sub-group, offset and length of each trained parameter's range."""
+        zero = self.zero
+        return {id(p): zero.grad_position[zero.get_param_id(p)] for _, parameters in self.buffers() for p in parameters}
+
+    def refresh(self) -> None:
+        """As after a step: ranges that forward uses follow, and those that stay gathered are gathered again."""
+        zero = self.zero
+        if not self.trains:
+            return
+        for number, _ in enumerate(zero.fp16_groups):
+            zero._reassign_or_swap_out_partitioned_parameters(number)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        zero.invalidate_secondary_tensor()
+
+    def whole(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Gathered on every process."""
+        gathered: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(module.parameters()))
+        return gathered
+
+    def gradients(self) -> list[tuple[Any, torch.Tensor]]:
+        """This process's ranges."""
+        zero = self.zero
+        if zero.offload_optimizer:
+            places = self._places
+            return [
+                (p, flat.grad.narrow(0, *places[id(p)][1:]))
+                for flat, parameters in self.buffers()
+                if flat.grad is not None
+                for p in parameters
+            ]
+        found: list[tuple[Any, torch.Tensor]] = []
+        for i, (_, parameters) in enumerate(self.buffers()):
+            found += zip(parameters, zero.averaged_gradients.get(i) or (), strict=False)
+        return found
+
+    def clear(self) -> None:
+        """The next backward overwrites them."""
+        zero = self.zero
+        zero.zero_grad(set_to_none=True)
+        zero._offload_boundary_param_ids = set()
+        if zero.offload_optimizer:
+            zero.reset_cpu_buffers()
+        else:
+            zero.averaged_gradients = {}
+
+
+def make_partition(engine: Any, stage: int) -> Partition:
+    """What fits an engine.
+
+    Args:
+        engine: DeepSpeed's engine.
+        stage: Its ZeRO stage.
+    """
+    if stage == 3:
+        return Stage3(engine)
+    if stage in (1, 2):
+        return Stage12(engine)
+    return Masters(engine) if hasattr(engine.optimizer, "fp32_groups") else Partition(engine)

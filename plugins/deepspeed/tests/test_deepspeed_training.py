@@ -1,0 +1,280 @@
+"""What is DeepSpeed's own: stages, offload, configured optimizers and schedulers, several engines, half precision, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, mse_loss
+
+from drivetrain import Accelerator
+from drivetrain.errors import ConfigurationError, NotPreparedError, UnsupportedError
+from drivetrain.testing.pairwise import pairwise
+from drivetrain.testing.pytest_plugin import Workers
+from drivetrain.testing.training import Case, Result, make_data, make_model, reference, train, whole
+from drivetrain_deepspeed.dummies import DummyOptim, DummyScheduler
+from drivetrain_deepspeed.options import DeepSpeedPlugin
+
+BATCH = torch.utils.data.default_collate(make_data(16))
+
+
+def make(**settings: Any) -> Accelerator:
+    """An Accelerator with a stage; what isn't a setting of the plugin goes to the Accelerator."""
+    accelerator = {n: settings.pop(n) for n in list(settings) if n not in DeepSpeedPlugin.hints()}
+    return Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(**settings), **accelerator)
+
+
+def rows(accelerator: Accelerator) -> dict[str, torch.Tensor]:
+    """This rank's share of the batch."""
+    size = 16 // accelerator.num_processes
+    start = size * accelerator.process_index
+    return {name: value[start : start + size] for name, value in BATCH.items()}
+
+
+def weights(accelerator: Accelerator, model: Any) -> dict[str, torch.Tensor]:
+    return whole(accelerator.backend.model_state(model))
+
+
+def differ(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[n].double() - b[n].double()).abs().max()) for n in a)
+
+
+def allow_fp16() -> None:
+    """DeepSpeed asks the processor for fp16 instructions, which it needn't have to compute in fp16."""
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda self: True  # type: ignore[method-assign]
+
+
+# -- trainings that are compared with plain PyTorch --------------------------------------------------------------------------
+
+
+def run_training(settings: dict[str, Any], case: Case, fp16: bool = False) -> Result:
+    """On a rank."""
+    if fp16:
+        allow_fp16()
+    return train(case, lambda **kwargs: make(**{**settings, **kwargs}))
+
+
+_AXES: dict[str, list[Any]] = {
+    "zero_stage": [0, 1, 2, 3],
+    "offload": ["none", "cpu"],
+    "optimizer": ["adamw", "sgd", "adagrad"],
+    "accumulation": [1, 4],
+    "weighted": [False, True],
+    "max_norm": [None, 0.5],
+    "torch_autocast": [False, True],
+}
+
+
+def _cases() -> list[Any]:
+    import itertools
+
+    selection = pairwise(_AXES)
+    product = [dict(zip(_AXES, values, strict=True)) for values in itertools.product(*_AXES.values())]
+    return [pytest.param(s, id="-".join(map(str, s.values()))) for s in selection] + [
+        pytest.param(s, id="-".join(map(str, s.values())), marks=pytest.mark.full)
+        for s in product
+        if s not in selection
+    ]
+
+
+@pytest.mark.parametrize("settings", _cases())
+def test_stages_offload_and_optimizers(workers: Workers, settings: dict[str, Any]) -> None:
+    """The same losses, norms, rates, gradients and weights as plain PyTorch, with parameters and state on the device or offloaded."""
+    given = dict(settings)
+    stage, offload, autocast = given.pop("zero_stage"), given.pop("offload"), given.pop("torch_autocast")
+    plugin: dict[str, Any] = {"zero_stage": stage, "torch_autocast": autocast}
+    if stage:
+        plugin["offload_optimizer_device"] = offload
+    if stage == 3:
+        plugin["offload_param_device"] = offload
+    case = Case(**given, accelerator={"mixed_precision": "bf16" if autocast else "no"})
+    expected = reference(case, 2, autocast=torch.bfloat16 if autocast else None)
+    for result in workers(2).run(run_training, plugin, case):
+        assert result.largest_difference(expected) < (5e-2 if autocast else 5e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_item_weights_and_overflows_in_fp16(workers: Workers, stage: int) -> None:
+    """Where the device has fp16: losses near those in fp32, and a scale that is the engine's."""
+    case = Case(accumulation=4, weighted=True, accelerator={"mixed_precision": "fp16"})
+    expected = reference(case, 2, autocast=torch.float16)
+    for result in workers(2).run(run_training, {"zero_stage": stage}, case, fp16=True):
+        assert result.losses == pytest.approx(expected.losses, abs=1e-2)
+        assert differ(result.weights, expected.weights) < 2e-2
+    ranks = workers(2).run(overflow, stage)
+    assert ranks[0] == ranks[1]
+    assert ranks[0] == {"skipped": [False, True, False], "steps": [1, 1, 2], "scales": [65536.0, 32768.0, 32768.0]}
+
+
+def overflow(stage: int) -> dict[str, Any]:
+    """On a rank: three steps, of which the second overflows on rank 1 alone."""
+    allow_fp16()
+    accelerator = make(zero_stage=stage, mixed_precision="fp16")
+    inner = make_model()
+    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.01))
+    found: dict[str, Any] = {"skipped": [], "steps": [], "scales": []}
+    batch = rows(accelerator)
+    for number in range(3):
+        with accelerator.accumulate(model):
+            factor = float("inf") if number == 1 and accelerator.process_index == 1 else 1.0
+            accelerator.backward(cross_entropy(model(batch["x"]), batch["y"]) * factor)
+            optimizer.step()
+            optimizer.zero_grad()
+        found["skipped"].append(accelerator.optimizer_step_was_skipped)
+        found["steps"].append(accelerator.step)
+        found["scales"].append(accelerator.backend.precision.state_dict()["scale"])
+    accelerator.end_training()
+    return found
+
+
+# -- one process, where no launcher set a variable ---------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[0, 1, 2, 3])
+def stage(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def plain_step(model: Any, optimizer: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def gan(stage: int) -> list[dict[str, torch.Tensor]]:
+    """On a rank: a generator and a discriminator, trained in turn through each other."""
+    accelerator = make(zero_stage=stage)
+    try:
+        generator, critic = torch.nn.Linear(6, 4), torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 1))
+        _fill(generator, critic)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.02, eps=1e-2) for m in (generator, critic)]
+        g, c, og, oc = accelerator.prepare(generator, critic, *optimizers)
+        x = rows(accelerator)["x"]
+        for _ in range(3):
+            _gan_step(g, c, og, oc, x, accelerator.backward)
+        return [weights(accelerator, m) for m in (g, c)]
+    finally:
+        accelerator.end_training()
+
+
+def _fill(*models: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for model in models:
+        for p in model.parameters():
+            p.data = torch.randn(p.shape, generator=generator) * 0.3
+
+
+def _gan_step(g: Any, c: Any, og: Any, oc: Any, x: torch.Tensor, backward: Any) -> None:
+    fake = g(x)
+    backward((c(x[:, :4]) - 1).pow(2).mean() + c(fake.detach()).pow(2).mean())
+    oc.step()
+    oc.zero_grad()
+    backward((c(fake) - 1).pow(2).mean())  # leaves gradients in the critic, too
+    og.step()
+    og.zero_grad()
+    oc.zero_grad()
+
+
+def test_two_engines_that_train_through_each_other(workers: Workers) -> None:
+    """As plain PyTorch: what a loss leaves in the other model is dropped by its zero_grad()."""
+    g, c = torch.nn.Linear(6, 4), torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 1))
+    _fill(g, c)
+    og, oc = (torch.optim.AdamW(m.parameters(), lr=0.02, eps=1e-2) for m in (g, c))
+    for _ in range(3):
+        _gan_step(g, c, og, oc, BATCH["x"], torch.Tensor.backward)
+    for stage in range(4):
+        for ours in workers(2).run(gan, stage):
+            for mine, theirs in zip(ours, (g, c), strict=True):
+                assert differ(mine, dict(theirs.state_dict())) < 2e-6, stage
+
+
+def losses_of_one_forward(stage: int, offload: str) -> dict[str, torch.Tensor]:
+    """On a rank: one forward, three backwards, in each of two micro-batches."""
+    accelerator = make(zero_stage=stage, gradient_accumulation_steps=2, offload_optimizer_device=offload)
+    inner = make_model()
+    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    batch = rows(accelerator)
+    for part in (slice(4), slice(4, 8)):
+        with accelerator.accumulate(model):
+            logits = model(batch["x"][part])
+            for k in range(3):
+                accelerator.backward(logits[:, k].pow(2).mean(), retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+    result = weights(accelerator, model)
+    accelerator.end_training()
+    return result
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_several_losses_of_one_forward(workers: Workers, offload: str) -> None:
+    """Gradients add up; DeepSpeed by itself would keep the last one's alone at stage 3."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain_step(model, optimizer, model(BATCH["x"]).pow(2).mean(0).sum())
+    for stage in range(1 if offload == "cpu" else 0, 4):
+        for ours in workers(2).run(losses_of_one_forward, stage, offload):
+            assert differ(ours, dict(model.state_dict())) < 1e-6, stage
+
+
+# -- optimizers and schedulers of the configuration --------------------------------------------------------------------------
+
+_DOCUMENT: dict[str, Any] = {
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True},
+    },
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_type": "linear"}},
+    "gradient_clipping": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+
+
+def configured(stage: int, placeholder: bool) -> dict[str, Any]:
+    """On a rank: four steps with an optimizer and a scheduler from the configuration, a checkpoint in the middle."""
+    import tempfile
+
+    document = {**copy.deepcopy(_DOCUMENT), "zero_optimization": {"stage": stage}}
+    document["scheduler"]["params"]["warmup_max_lr"] = 0.02
+    if not placeholder:
+        document["scheduler"]["params"]["warmup_num_steps"] = 4
+    accelerator = make(hf_ds_config=document, gradient_accumulation_steps=2)
+    inner = make_model()
+    loader: Any = torch.utils.data.DataLoader(make_data(64), batch_size=4)  # type: ignore[arg-type]
+    optimizer: Any = DummyOptim(inner.parameters(), lr=0.02, weight_decay=0.1)
+    scheduler: Any = DummyScheduler(optimizer, warmup_num_steps=4) if placeholder else None
+    model, optimizer, scheduler, loader = accelerator.prepare(inner, optimizer, scheduler, loader)
+    rates = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(cross_entropy(model(batch["x"]), batch["y"]))
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = (
+            accelerator.broadcast_object_list([folder])[0] if hasattr(accelerator, "broadcast_object_list") else folder
+        )
+    facts = {"rates": rates, "class": type(optimizer.optimizer).__name__, "weights": weights(accelerator, model)}
+    accelerator.end_training()
+    return facts
+
+
+@pytest.mark.parametrize("placeholder", [True, False])
+def test_optimizer_and_scheduler_of_the_configuration(workers: Workers, placeholder: bool) -> None:
+    """Placeholders say what "auto" stands for; the scheduler steps once per optimizer step, whoever steps it."""
+    by_stage = [workers(2).run(configured, stage, placeholder) for stage in (0, 2, 3)]
+    for results in by_stage:
+        for facts in results:
+            assert facts["class"] == "AdamW"
+            assert facts["rates"] == by_stage[0][0]["rates"]
+            assert facts["rates"][0::2] == facts["rates"][1::2], "the rate changed within a window"
+            assert len(set(facts["rates"])) > 3
+            assert differ(facts["weights"], by_stage[0][0]["weights"]) < 1e-5
