@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from typing import Any
 
 from drivetrain._builtin.clusters import CLUSTERS
 from drivetrain._builtin.devices import DEVICES
@@ -33,6 +35,7 @@ _COMMANDS = {
     "env": "Print what a bug report needs.",
     "launch": "Start a training script on one or many processes.",
     "test": "Try the installation: processes, training, checkpoints.",
+    "verify": "Prove that a script trains the same on one process and on several.",
     "quickstart": "Write a small training script and run it on two processes.",
     "tracking": "Deliver values that were kept because a tracker was down.",
 }
@@ -191,3 +194,12 @@ def drivetrain_register_commands() -> Iterable[CommandSpec]:
             hidden=True,
         )
     ]
+
+
+@hookimpl
+def drivetrain_after_start(accelerator: Any) -> None:
+    """Where a script is being verified, its Accelerator is recorded."""
+    recorders = sys.modules.get("drivetrain.parity.recorder")
+    recorder = None if recorders is None else recorders.running_recorder()
+    if recorder is not None:
+        recorder.attach(accelerator)

@@ -161,6 +161,8 @@ class _Builder:
         self.dispatches = self._wants_dispatch(put_on_device)
         order = None if self.iterable else order_of(loader, world=ranks.size)
         self.layout = self._layout(yields_batches=not self.iterable and has_own_batches(loader))
+        if stack.global_batch is not None and self.layout.unit == "samples":
+            self.layout = self.layout.with_round(stack.global_batch(index, self.layout.round_rows))
         self.sharding = find_sharding(config.strategy, shuffled=order is not None and order.shuffles)
         self._check_strategy(order)
         self.layout = replace(self.layout, strategy=self.sharding.spec.name)

@@ -29,7 +29,10 @@ class LoaderStack:
         'train'
     """
 
-    __slots__ = ("__weakref__", "_loaders", "_made", "_prepared", "active", "after_batch", "guard", "side_group")
+    __slots__ = (
+        *("__weakref__", "_loaders", "_made", "_prepared"),
+        *("active", "after_batch", "global_batch", "guard", "side_group"),
+    )
 
     def __init__(self) -> None:
         #: The loader that yielded last, or None outside of loops. A plain attribute: read for each batch.
@@ -40,6 +43,8 @@ class LoaderStack:
         self.guard: Any = None
         #: Called when a loop's body is done with a batch, before the next one is read; None when there is nothing to do then.
         self.after_batch: Callable[[], None] | None = None
+        #: Says, by a loader's number and the rows of a global batch that it would have, how many it is to have; None to leave them.
+        self.global_batch: Callable[[int, int], int] | None = None
         self._loaders: list[Any] = []
         self._prepared: weakref.WeakKeyDictionary[DataLoader[Any], PreparedDataLoader[Any]] = (
             weakref.WeakKeyDictionary()
