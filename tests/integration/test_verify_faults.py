@@ -17,21 +17,21 @@ from drivetrain.utils import set_seed
 STEPS = 4
 
 
-def record(script, directory, options, global_batches):
+def record(script, directory, options, layouts):
     """What ``drivetrain verify`` does in each process."""
     import torch.distributed as dist
 
     set_seed(dist.get_rank() if dist.is_initialized() else 0)
-    with recording(Recorder(directory, steps=STEPS, global_batches=global_batches)):
+    with recording(Recorder(directory, steps=STEPS, layouts=layouts)):
         script(**options)
 
 
 def compare(ranks, script, folder, **options):
     """The report on a training loop, on two ranks and in this process."""
     ranks.run(record, script, folder / "several", options, None)
-    batches = Run(read_record(folder / "several")).global_batches
+    layouts = Run(read_record(folder / "several")).layouts
     with torch.random.fork_rng():
-        record(script, folder / "single", options, batches)
+        record(script, folder / "single", options, layouts)
     report = compare_records(folder / "single", folder / "several")
     print(report.text())
     return report

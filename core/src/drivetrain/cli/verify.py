@@ -119,13 +119,13 @@ def _compare(folder: Path, command: tuple[str, ...], flags: Mapping[str, Any]) -
     several, single = folder / "several", folder / "single"
     codes["several processes"] = _run(several, command, flags, flags["num_processes"], flags["backend"])
     try:
-        batches = Run(read_record(several)).global_batches
+        layouts = Run(read_record(several)).layouts
     except DrivetrainError as error:
         raise _Usage(
             f"The run of {flags['num_processes']} processes recorded nothing (exit code {codes['several processes']}): it ended before it made an "
             "Accelerator. The script must train with drivetrain.Accelerator."
         ) from error
-    codes["one process"] = _run(single, command, flags, 1, flags["against"], batches)
+    codes["one process"] = _run(single, command, flags, 1, flags["against"], layouts)
     try:
         return compare_records(single, several), codes
     except DrivetrainError as error:
@@ -140,7 +140,7 @@ def _run(
     flags: Mapping[str, Any],
     processes: int,
     backend: str | None,
-    batches: list[int | None] | None = None,
+    layouts: list[Mapping[str, Any]] | None = None,
 ) -> int:
     """Run the script once; the exit code."""
     from drivetrain.cli.launch import run
@@ -151,16 +151,17 @@ def _run(
         "kind": "module" if flags["module"] else "script",
         "seed": flags["seed"],
         "timeout": flags["timeout"],
-        "global_batches": batches,
+        "layouts": layouts,
     }
     runner = str(Path(__file__).parents[1] / "parity" / "_run.py")
     given = {name: flags[name] for name in ("cpu", "mixed_precision", "config_file") if flags[name] is not None}
+    given |= {"on": "local", "num_machines": 1, "max_restarts": 0, "num_processes": processes, "quiet": True}
     if backend is not None:
         given["backend"] = backend
     shown = {} if flags["verbose"] else {"log_dir": str(record / "output"), "redirects": "3"}
     click.echo(f"drivetrain: running {command[0]} on {processes} process(es) ...", err=True)
     with _variable("TORCHDYNAMO_DISABLE", "1"):  # hooks on modules would break compiled graphs
-        return run({**given, **shown, "num_processes": processes, "quiet": True}, (runner, json.dumps(order), *command))
+        return run({**given, **shown}, (runner, json.dumps(order), *command))
 
 
 @contextlib.contextmanager

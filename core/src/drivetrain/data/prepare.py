@@ -16,6 +16,7 @@ from drivetrain.data.config import DataLoaderConfiguration
 from drivetrain.data.dispatch import Channel
 from drivetrain.data.feeds import Context, Feed
 from drivetrain.data.iterable import RoundStream, WorkerSetup, take_payload
+from drivetrain.data.joined import join_layout
 from drivetrain.data.loader import LoaderParts, PreparedDataLoader, make_prepared
 from drivetrain.data.map_feeds import MapFeed, SamplerFeed
 from drivetrain.data.order import OrderSource, has_own_batches, order_of, sampler_of
@@ -161,11 +162,11 @@ class _Builder:
         self.dispatches = self._wants_dispatch(put_on_device)
         order = None if self.iterable else order_of(loader, world=ranks.size)
         self.layout = self._layout(yields_batches=not self.iterable and has_own_batches(loader))
-        if stack.global_batch is not None and self.layout.unit == "samples":
-            self.layout = self.layout.with_round(stack.global_batch(index, self.layout.round_rows))
         self.sharding = find_sharding(config.strategy, shuffled=order is not None and order.shuffles)
         self._check_strategy(order)
         self.layout = replace(self.layout, strategy=self.sharding.spec.name)
+        if index < len(stack.joined):
+            self.layout, order = join_layout(self.layout, stack.joined[index], order, self.sharding)
         seed = self.everyone.broadcast(self._agree(self._own_seed(index), order))
         self.context = Context(
             reader=self._reader(slice_fn),

@@ -24,7 +24,7 @@ def main() -> None:
     from drivetrain.utils import set_seed
 
     set_seed(order["seed"] + current_rank())  # what the script doesn't seed differs by rank, as it would without us
-    recorder = Recorder(order["directory"], steps=order["steps"], global_batches=order.get("global_batches"))
+    recorder = Recorder(order["directory"], steps=order["steps"], layouts=order.get("layouts"))
     _end_after_silence(recorder, order["timeout"])
     with recording(recorder):
         if order["kind"] == "module":

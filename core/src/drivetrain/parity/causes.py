@@ -40,8 +40,8 @@ _UNKNOWN = Cause(
 
 _UNSEEDED = Cause(
     "unseeded-sampler",
-    "The order of samples isn't the same in both runs: a sampler, a split or a shuffle draws random numbers that no seed fixes, or that depend on "
-    "the rank or the number of processes.",
+    "The order of samples isn't the same in both runs: a sampler, a split, a shuffle or the data itself is drawn without a seed, or by the rank or "
+    "the number of processes.",
     "Seed it (a torch.Generator with a fixed seed, set_seed()), the same on all ranks, and give the loader to accelerator.prepare().",
 )
 

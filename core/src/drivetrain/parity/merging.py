@@ -51,9 +51,9 @@ class Run:
         return tuple(by_place[place] for place in sorted(by_place))
 
     @property
-    def global_batches(self) -> list[int | None]:
-        """Rows of a global batch of each prepared loader, in order; None where batches have no one size."""
-        return [e["rows"] or None for e in self.first.of("loader")]
+    def layouts(self) -> list[Mapping[str, Any]]:
+        """How each prepared loader cuts its epochs, in order."""
+        return [e["layout"] for e in self.first.of("loader")]
 
     @property
     def steps(self) -> int:

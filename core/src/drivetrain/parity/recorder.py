@@ -50,14 +50,14 @@ class Recorder:
     Args:
         directory: Where the record goes, a file per rank.
         steps: Optimizer steps to record; the script is ended with `Enough` when the next one begins.
-        global_batches: Rows of a global batch of each loader, in the order in which loaders are prepared: what the run to compare with had. None:
-            the loaders' own.
+        layouts: How each loader cut its epochs in the run to compare with, in the order in which loaders are prepared: one process then gets, at each
+            step, what all ranks of that run got. None: loaders stay as they are.
     """
 
     def __init__(
-        self, directory: str | Path, *, steps: int = 10, global_batches: Sequence[int | None] | None = None
+        self, directory: str | Path, *, steps: int = 10, layouts: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        self._directory, self._steps, self._global_batches = directory, steps, global_batches
+        self._directory, self._steps, self._layouts = directory, steps, layouts or ()
         self.step = 0
         #: When something was last recorded, by ``time.monotonic``.
         self.last_event = time.monotonic()
@@ -94,8 +94,10 @@ class Recorder:
             dtype=str(backend.precision.compute_dtype).removeprefix("torch."),
             steps=self._steps,
         )
-        accelerator._loader_stack.global_batch = self._global_batch if self._global_batches is not None else None
+        accelerator._loader_stack.joined = self._layouts
         accelerator._resume_from = None
+        if accelerator.project_dir is not None:  # trackers and checkpoints would make it, and scripts write beside them
+            Path(accelerator.project_dir).mkdir(parents=True, exist_ok=True)
         replaced: Any = accelerator
         for name in _SILENT:
             setattr(replaced, name, _nothing)
@@ -131,10 +133,6 @@ class Recorder:
     def _owner(self) -> Accelerator:
         assert self._accelerator is not None
         return self._accelerator
-
-    def _global_batch(self, index: int, own: int) -> int:
-        wanted = (self._global_batches or ())[index : index + 1]
-        return wanted[0] if wanted and wanted[0] else own
 
     # -- objects -----------------------------------------------------------------------------------------------------------
 
@@ -174,8 +172,7 @@ class Recorder:
     def _add_loader(self, loader: Any) -> None:
         self._loaders.append(loader)
         if isinstance(loader, PreparedDataLoader):
-            layout = loader._drivetrain.context.layout
-            self._write("loader", rows=layout.round_rows, unit=layout.unit, strategy=layout.strategy)
+            self._write("loader", layout=loader._drivetrain.context.current_layout().to_dict())
 
     # -- a micro-batch -----------------------------------------------------------------------------------------------------
 
@@ -244,7 +241,8 @@ class Recorder:
         self._owner.unscale_gradients(optimizer)
         self._gradients("used")
         groups = [
-            {k: float(v) for k, v in group.items() if type(v) in (int, float)} for group in optimizer.param_groups
+            {k: float(v) for k, v in group.items() if type(v) in (int, float) or isinstance(v, torch.Tensor)}
+            for group in optimizer.param_groups
         ]
         result = inner(*args, **kwargs)
         skipped = bool(optimizer.step_was_skipped)

@@ -145,6 +145,8 @@ def _by_rows(value: torch.Tensor, rows: int | None) -> tuple[torch.Tensor, list[
     """A tensor as (rows, rest), and the shape of a row."""
     if not rows or value.ndim == 0 or value.is_complex() or value.is_sparse:
         return None
+    if value.ndim > 2 and value.shape[0] == value.shape[1] == rows:
+        return None  # batch first or sequence first
     for dim in range(min(value.ndim, 2)):
         if value.shape[dim] == rows:
             moved = value.movedim(dim, 0)
