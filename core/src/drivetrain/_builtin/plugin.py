@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from typing import Any
 
 from drivetrain._builtin.clusters import CLUSTERS
 from drivetrain._builtin.devices import DEVICES
@@ -35,6 +37,7 @@ _COMMANDS = {
     "launch": "Start a training script on one or many processes.",
     "plan": "Predict memory and time of a training, and choose how to divide it.",
     "test": "Try the installation: processes, training, checkpoints.",
+    "verify": "Prove that a script trains the same on one process and on several.",
     "quickstart": "Write a small training script and run it on two processes.",
     "tracking": "Deliver values that were kept because a tracker was down.",
 }
@@ -204,3 +207,12 @@ def drivetrain_register_commands() -> Iterable[CommandSpec]:
         ),
         CommandSpec(name="estimate-memory", summary="Same as plan.", target="drivetrain.cli.plan:plan", hidden=True),
     ]
+
+
+@hookimpl
+def drivetrain_after_start(accelerator: Any) -> None:
+    """Where a script is being verified, its Accelerator is recorded."""
+    recorders = sys.modules.get("drivetrain.parity.recorder")
+    recorder = None if recorders is None else recorders.running_recorder()
+    if recorder is not None:
+        recorder.attach(accelerator)

@@ -16,6 +16,7 @@ from drivetrain.data.config import DataLoaderConfiguration
 from drivetrain.data.dispatch import Channel
 from drivetrain.data.feeds import Context, Feed
 from drivetrain.data.iterable import RoundStream, WorkerSetup, take_payload
+from drivetrain.data.joined import join_layout
 from drivetrain.data.loader import LoaderParts, PreparedDataLoader, make_prepared
 from drivetrain.data.map_feeds import MapFeed, SamplerFeed
 from drivetrain.data.order import OrderSource, has_own_batches, order_of, sampler_of
@@ -164,6 +165,8 @@ class _Builder:
         self.sharding = find_sharding(config.strategy, shuffled=order is not None and order.shuffles)
         self._check_strategy(order)
         self.layout = replace(self.layout, strategy=self.sharding.spec.name)
+        if index < len(stack.joined):
+            self.layout, order = join_layout(self.layout, stack.joined[index], order, self.sharding)
         seed = self.everyone.broadcast(self._agree(self._own_seed(index), order))
         self.context = Context(
             reader=self._reader(slice_fn),

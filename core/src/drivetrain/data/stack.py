@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.utils.data import DataLoader
 
@@ -29,7 +29,10 @@ class LoaderStack:
         'train'
     """
 
-    __slots__ = ("__weakref__", "_loaders", "_made", "_prepared", "active", "after_batch", "guard", "side_group")
+    __slots__ = (
+        *("__weakref__", "_loaders", "_made", "_prepared"),
+        *("active", "after_batch", "guard", "joined", "side_group"),
+    )
 
     def __init__(self) -> None:
         #: The loader that yielded last, or None outside of loops. A plain attribute: read for each batch.
@@ -40,6 +43,8 @@ class LoaderStack:
         self.guard: Any = None
         #: Called when a loop's body is done with a batch, before the next one is read; None when there is nothing to do then.
         self.after_batch: Callable[[], None] | None = None
+        #: By the number of a loader: how another run cuts its epochs, whose ranks' batches it is to join (one process only).
+        self.joined: Sequence[Mapping[str, Any]] = ()
         self._loaders: list[Any] = []
         self._prepared: weakref.WeakKeyDictionary[DataLoader[Any], PreparedDataLoader[Any]] = (
             weakref.WeakKeyDictionary()
