@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from drivetrain._engine.empty_losses import EmptyLosses
 from drivetrain._engine.gradient_state import GradientState
+from drivetrain._marks import marks
 from drivetrain.errors import ConfigurationError, DistributedOperationError, UnsupportedError
 from drivetrain.interfaces import Backend, Precision
 from drivetrain.parallel._groups import describe_failure, is_lost_connection
@@ -318,6 +319,8 @@ class Accumulator(GradientState):
         self.empty_losses = EmptyLosses(self)
         self.optimizers = 0  # prepared so far
         self.guard: NonfiniteGuard | None = None  # looks at losses and gradients, where `on_nonfinite` asks for it
+        #: Where each backward is noted for the launcher; None for one process.
+        self.notes = marks() if self.gradient_world_size > 1 else None
         self.probe: Probe | None = None  # agrees with other processes, while a batch size is searched
         self._windows: dict[tuple[torch.nn.Module, ...], Window] = {}
         self._outside = Window(self, ())
@@ -409,6 +412,8 @@ class Accumulator(GradientState):
         if self.probe is not None:
             self.probe.agree()
         loss = window.weigh(loss, weight, summed=reduction == "sum")
+        if self.notes is not None:
+            self.notes.mark("backward", max(window.index, 0), not self.joining)
         try:
             if self.probe is not None:
                 self.probe.backward(self, window, loss, **kwargs)

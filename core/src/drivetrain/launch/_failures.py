@@ -126,8 +126,14 @@ _FROM_OUTSIDE = frozenset({-9, -7, -11})
 _SEEN_LATE = 1.0
 
 
-def report(failures: Sequence[RankFailure], *, world_size: int, seconds: float) -> str:
+def report(failures: Sequence[RankFailure], *, world_size: int, seconds: float, parted: str = "") -> str:
     """What the user sees at the end: the first failure's traceback, then who failed and what became of the others.
+
+    Args:
+        failures: The ranks that failed or were stopped.
+        world_size: Number of ranks of the job.
+        seconds: How long they ran.
+        parted: Where ranks parted, if that is known; it says where they stood, too.
 
     Example:
         >>> print(report([RankFailure(rank=1, returncode=7, time=5.0)], world_size=2, seconds=3.0))
@@ -148,14 +154,16 @@ def report(failures: Sequence[RankFailure], *, world_size: int, seconds: float) 
     for other in sorted(failures, key=lambda f: f.time):
         if other is not first and not other.stopped:
             later = max(0.0, other.time - first.time)
-            lines.append(f"  rank {other.rank} {other.describe()} {later:.1f} s later. {other.message}".rstrip())
-    lines += _standing(f for f in failures if f.stopped and f is not first and f.where)
+            message = other.message.partition("\n")[0]
+            lines.append(f"  rank {other.rank} {other.describe()} {later:.1f} s later. {message}".rstrip())
+    if not parted:
+        lines += _standing(f for f in failures if f.stopped and f is not first and f.where)
     hint = _HINTS.get(first.returncode)
     if hint:
         lines.append(f"  {hint}")
     if first.log is not None:
         lines.append(f"  Its output is in {first.log}")
-    return "\n".join(lines)
+    return "\n".join([*lines, parted] if parted else lines)
 
 
 def _standing(stopped: Iterable[RankFailure]) -> list[str]:

@@ -47,12 +47,14 @@ class Outcome:
         failures: The ranks that didn't succeed.
         seconds: How long its last attempt took.
         world_size: Number of ranks that it had.
+        parted: Where its ranks parted, or "".
     """
 
     signum: int | None
     failures: tuple[RankFailure, ...]
     seconds: float
     world_size: int
+    parted: str = ""
 
 
 class Job:
@@ -119,9 +121,8 @@ class Job:
             raise LaunchError(f"{request.command[0]} can't be started: {error.strerror or error}.") from None
         finally:
             self._processes.close()
-        return Outcome(
-            self._signum, tuple(self._processes.failures()), self._processes.seconds, self._processes.world_size
-        )
+        ranks = self._processes
+        return Outcome(self._signum, tuple(ranks.failures()), ranks.seconds, ranks.world_size, ranks.parted)
 
     def _run_one(self) -> None:
         """Start the only process and wait for it."""
@@ -183,7 +184,14 @@ class Job:
         before = self._processes.world_size
         size = f", {world_size} instead of {before}" if world_size != before else ""
         if failures:
-            self._say(report(self._processes.failures(), world_size=before, seconds=self._processes.seconds))
+            self._say(
+                report(
+                    self._processes.failures(),
+                    world_size=before,
+                    seconds=self._processes.seconds,
+                    parted=self._processes.parted,
+                )
+            )
             size = f"{size} ({attempt} of {self._request.max_restarts} restarts)"
         else:
             self._say("drivetrain: a machine has come or gone.")
@@ -195,6 +203,9 @@ class Job:
 
     def _show_stacks(self, why: str) -> None:
         self._say(stacks_text(*self._processes.stacks(), why=why))
+        parted = self._processes.parting()
+        if parted:
+            self._say(parted)
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:

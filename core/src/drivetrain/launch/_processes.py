@@ -10,12 +10,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 from drivetrain.launch import _stacks
 from drivetrain.launch._binding import bound_to
+from drivetrain.launch._desync import parting_text
+from drivetrain.launch._evidence import Evidence, collect, prepare, with_end
 from drivetrain.launch._failures import RankFailure, failure
 from drivetrain.launch._output import LineWriter, OutputRouter, Sink, Source
 from drivetrain.launch._streams import Destinations
@@ -28,6 +30,12 @@ FAILURE_GRACE = 5.0
 #: Seconds after a first Ctrl-C in which a rank may clean up before it is ended with SIGTERM.
 INTERRUPT_GRACE = 10.0
 
+
+#: Seconds in which a rank writes down its collectives; the first time, torch looks up where its own libraries are.
+_ANSWER = 4.0
+
+#: Seconds without a collective after which ranks that differ count as parted.
+_STANDSTILL = 1.0
 
 #: What stands before each line of a rank.
 DEFAULT_PREFIX = "[rank ${rank}] "
@@ -111,6 +119,8 @@ class RankProcesses:
         self.world_size = 0
         self._merged = _merged_file(policy)
         self._ranks: list[_Rank] = []
+        #: Where the ranks parted, as noted by `locate`.
+        self.parted = ""
         self._router = OutputRouter()
         self._changed = threading.Event()
         self._pollable = True
@@ -146,10 +156,36 @@ class RankProcesses:
         return found, silent
 
     def locate(self) -> None:
-        """Note where the running ranks are, for the report of a failure: they are about to be ended."""
+        """Note where the running ranks are, and where ranks parted, for the report of a failure: they are about to be ended."""
         found, _ = self.stacks(seconds=0.5)
         for r in self._ranks:
             r.where = _stacks.where_in(found.get(r.rank, ""))
+        self.parted = parting_text(self._evidence(), world_size=self.world_size)
+
+    def parting(self) -> str:
+        """Where ranks have parted that stand still, or "": see `drivetrain.launch._desync`."""
+        before = self._evidence()
+        if not parting_text(before, world_size=self.world_size):
+            return ""
+        time.sleep(_STANDSTILL)  # one rank is always a little ahead of another
+        now = self._evidence()
+        return (
+            parting_text(now, world_size=self.world_size) if [e.last for e in now] == [e.last for e in before] else ""
+        )
+
+    def _evidence(self) -> list[Evidence]:
+        """What the ranks of a job of several have done together."""
+        if self.world_size == 1:
+            return []
+        failures = {f.rank: f for f in self.failures()}
+        running = [r.rank for r in self._ranks if r.process.poll() is None]
+        found = collect({r.rank: r.error_file for r in self._ranks}, running, seconds=_ANSWER)
+        evidence = []
+        for r in self._ranks:
+            where = r.where if r.rank in running else ""
+            e = with_end(found[r.rank], failures.get(r.rank) or self._raised(r), where=where)
+            evidence.append(replace(e, ended="has ended") if r.process.poll() == 0 else e)
+        return evidence
 
     @property
     def seconds(self) -> float:
@@ -164,6 +200,7 @@ class RankProcesses:
         """
         self._close_logs()
         self._ranks = []
+        self.parted = ""
         self._changed.clear()
         self._started = time.monotonic()
         try:
@@ -222,6 +259,13 @@ class RankProcesses:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 r.process.wait(10)  # SIGKILL works at once, unless the kernel itself hangs in a driver
 
+    def _raised(self, r: _Rank) -> RankFailure | None:
+        """The exception of a rank that is still ending."""
+        found = failure(
+            rank=r.rank, pid=r.process.pid, returncode=1, ended=time.time(), stopped=False, error_file=r.error_file
+        )
+        return found if found.traceback else None
+
     def failures(self) -> list[RankFailure]:
         """How the ranks ended that didn't succeed."""
         found = []
@@ -268,6 +312,8 @@ class RankProcesses:
         local_rank = int(environment.get("LOCAL_RANK", rank))
         log = self._open_log(rank)
         out, err = (self._source(rank, local_rank, bit, log) for bit in (1, 2))
+        if self.world_size > 1:
+            prepare(error_file)
         together = out is not None and err is not None and out.writer is err.writer and out.log is err.log
         with bound_to(None if self._shares is None else self._shares[local_rank]):
             process = subprocess.Popen(

@@ -6,10 +6,11 @@ import contextlib
 import os
 import re
 import signal
-import sysconfig
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+from drivetrain._places import is_users
 
 __all__ = ["SIGNAL", "ask", "stacks_file", "stacks_text", "where_in"]
 
@@ -55,7 +56,8 @@ def ask(ranks: Mapping[int, tuple[int, Path]], *, seconds: float = 1.0) -> dict[
             if sizes.get(rank, (0, 0.0))[0] != size:
                 sizes[rank] = (size, now)  # still writing, perhaps
             elif now - sizes[rank][1] >= _SETTLED:
-                found[rank] = ranks[rank][1].read_bytes()[start:].decode("utf-8", "replace").strip("\n")
+                text = ranks[rank][1].read_bytes()[start:].decode("utf-8", "replace")
+                found[rank] = _without_listener(text).strip("\n")
     return found
 
 
@@ -78,11 +80,19 @@ def where_in(stacks: str) -> str:
     main = threads[-1] if len(threads) > 1 else stacks  # Python lists the oldest thread last
     frames = re.findall(r'^\s+File "(.*)", line (\d+) in (.*)$', main, re.MULTILINE)
     frames = [f for f in frames if not f[0].startswith("<frozen") and f[0] != _WORKER]
-    own = [f for f in frames if not f[0].startswith(_NOT_THE_USERS)]
+    own = [f for f in frames if is_users(f[0])]
     if not frames:
         return ""
     file, line, function = (own or frames)[0]
     return f"{file}:{line} ({function})"
+
+
+def _without_listener(stacks: str) -> str:
+    """Without the thread that waits for the launcher's questions."""
+    threads = re.split(r"^(?=(?:Current thread|Thread) 0x)", stacks, flags=re.MULTILINE)
+    return "".join(
+        t for t in threads if not re.search(rf'^  File "{re.escape(_WORKER)}", line \d+ in listen$', t, re.MULTILINE)
+    )
 
 
 def stacks_text(stacks: Mapping[int, str], silent: Mapping[int, str], *, why: str) -> str:
@@ -113,15 +123,4 @@ def stacks_text(stacks: Mapping[int, str], silent: Mapping[int, str], *, why: st
     return "\n".join(lines)
 
 
-_LIBRARY = sysconfig.get_paths()
-#: Installed packages, the standard library and this package (which may be installed in place).
-_NOT_THE_USERS = tuple(
-    {
-        _LIBRARY["stdlib"],
-        _LIBRARY["platstdlib"],
-        _LIBRARY["purelib"],
-        _LIBRARY["platlib"],
-        str(Path(__file__).parents[1]),
-    }
-)
 _WORKER = str(Path(__file__).with_name("_worker.py"))

@@ -8,11 +8,12 @@ nothing is imported before the user's code. It adds a few things to a plain star
 - a rank whose exception is on record ends within seconds, even when threads or exit handlers would keep it alive;
 - a rank ends with its launcher, even if that was killed with SIGKILL;
 - SIGUSR2 makes it write down the Python stacks of its threads, also when it is stuck in native code (a script that handles that signal by
-  itself keeps it).
+  itself keeps it);
+- a rank of several writes down its collectives when its launcher asks, and when it fails (see `drivetrain.launch._flight`).
 """
 
 # pathlib isn't imported before the user's code:
-# ruff: noqa: PTH100, PTH104, PTH105, PTH109, PTH112, PTH120, PTH123
+# ruff: noqa: PTH100, PTH104, PTH105, PTH109, PTH110, PTH112, PTH120, PTH123
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from types import CodeType, ModuleType, TracebackType
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # the typing module itself isn't needed in a rank
+    from traceback import FrameSummary
     from typing import Any
 
 #: Seconds that a rank has from its uncaught exception to its end: exit handlers may still upload or flush something.
@@ -36,6 +38,7 @@ def main() -> None:
     launcher, kind, target = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     _end_with(launcher)
     _answer()
+    _listen()
     sys.argv[:] = sys.argv[3:]
     ours = sys.modules["__main__"]  # keeps this module's globals alive while another one bears its name
     try:
@@ -187,7 +190,7 @@ def _record(error: BaseException, *, shown: bool = False) -> bool:
             part = _users_part(error)
             details["py_callstack"] = "".join(traceback.format_exception(type(error), error, part))
             if part is not None:
-                last = traceback.extract_tb(part)[-1]
+                last = _innermost(traceback.extract_tb(part))
                 details["where"] = f"{last.filename}:{last.lineno} ({last.name})"
     except Exception as problem:  # a broken __str__, or no memory: say at least what it was
         details["py_callstack"] = (
@@ -200,7 +203,16 @@ def _record(error: BaseException, *, shown: bool = False) -> bool:
         os.replace(f"{path}.part", path)
     except OSError:
         return False
+    if not shown and "torch.distributed" in sys.modules:
+        _write_flight(path)
     return True
+
+
+def _innermost(frames: list[FrameSummary]) -> FrameSummary:
+    """The innermost line of the user's own code, or of any if there is none."""
+    from drivetrain._places import is_users
+
+    return next((frame for frame in reversed(frames) if is_users(frame.filename)), frames[-1])
 
 
 def _say_nothing(*_: object) -> None:
@@ -231,10 +243,44 @@ def _answer() -> None:
     if not path or number is None:
         return
     try:
+        signal.signal(number, signal.SIG_IGN)  # what is left of it when Python ends: being asked late kills nobody
         file = open(f"{path}.stacks.part", "w", encoding="utf-8")  # noqa: SIM115  # open as long as the process lives
         faulthandler.register(number, file=file, all_threads=True)
         os.rename(f"{path}.stacks.part", f"{path}.stacks")
     except OSError:
+        return
+
+
+def _listen() -> None:
+    """Be ready to write down this rank's collectives: a thread waits for the launcher's word in a named pipe, which is there in jobs of several.
+
+    Not a signal: Python runs handlers of signals on the main thread, and that one may be waiting in a collective.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or not os.path.exists(f"{path}.ask"):
+        return
+    import threading  # on the main thread: it takes the one that imports it first for that
+
+    def listen() -> None:
+        while True:
+            try:
+                pipe = os.open(f"{path}.ask", os.O_RDONLY)  # returns when the launcher asks
+                os.read(pipe, 64)
+                os.close(pipe)
+            except OSError:
+                return
+            _write_flight(path)
+
+    threading.Thread(target=listen, name="drivetrain-listen", daemon=True).start()
+
+
+def _write_flight(path: str) -> None:
+    """Leave this rank's collectives for the launcher; without them its report says less."""
+    try:
+        from drivetrain.launch import _flight
+
+        _flight.write(f"{path}.flight")
+    except Exception:
         return
 
 

@@ -68,7 +68,9 @@ class LocalLauncher(Launcher):
             text = interrupt_report(outcome.signum, outcome.failures)
             code = 128 + outcome.signum
         elif outcome.failures:
-            text = report(outcome.failures, world_size=outcome.world_size, seconds=outcome.seconds)
+            text = report(
+                outcome.failures, world_size=outcome.world_size, seconds=outcome.seconds, parted=outcome.parted
+            )
             code = exit_code_of(first_of(outcome.failures).returncode)
         else:
             return 0

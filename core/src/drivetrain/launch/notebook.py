@@ -155,7 +155,9 @@ def _launch(
                 os.kill(os.getpid(), outcome.signum)  # this process's own handlers are back in place
             raise KeyboardInterrupt
         if outcome.failures:
-            error = LaunchError(report(outcome.failures, world_size=outcome.world_size, seconds=outcome.seconds))
+            error = LaunchError(
+                report(outcome.failures, world_size=outcome.world_size, seconds=outcome.seconds, parted=outcome.parted)
+            )
             error.exit_code = exit_code_of(first_of(outcome.failures).returncode)  # type: ignore[attr-defined]
             raise error
         return [_read(folder / f"value-{i}.pkl") for i in range(local_world_size(request))]

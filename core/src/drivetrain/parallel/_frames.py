@@ -13,15 +13,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import struct
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from drivetrain._marks import marks
 from drivetrain.errors import DistributedOperationError
-from drivetrain.parallel._groups import call, control_device, global_ranks, members
+from drivetrain.parallel._groups import call, caller, control_device, global_ranks, members
 
 __all__ = ["INLINE", "AgreedError", "Frames", "all_gather", "as_bytes", "exchange", "tell_failure"]
 
@@ -137,6 +137,9 @@ def _send(
     operation: str, words: tuple[int, ...], payload: torch.Tensor | None, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
     """Exchange frames; return every rank's bytes inline and as many words as were given. Written for speed: this is the cost of each call."""
+    notes = marks()
+    if notes is not None:
+        notes.mark(operation, numbered=group is None)
     record = struct.Struct(f"<{len(words)}q")
     data = bytearray(FRAME)
     record.pack_into(data, 0, *words)
@@ -180,7 +183,7 @@ def _mismatch_text(
     operation: str, description: bytes, headers: list[tuple[int, ...]], group: dist.ProcessGroup | None
 ) -> str:
     """Every rank's description and the line of the user's code, by one more collective."""
-    place = _caller().encode()
+    place = caller().encode()
     descriptions = _texts(operation, description, [words[1] for words in headers], group)
     places = _texts(operation, place.ljust(256)[:256], [256] * len(headers), group)
     ranks = global_ranks(group)
@@ -211,11 +214,3 @@ def _texts(operation: str, text: bytes, lengths: list[int], group: dist.ProcessG
 
 def _shorten(text: str, limit: int = 1000) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
-
-
-def _caller() -> str:
-    """File and line of the code that called into this distribution."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("drivetrain."):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

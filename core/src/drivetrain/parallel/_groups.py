@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from drivetrain._places import is_users
 from drivetrain.errors import DistributedOperationError
 
 __all__ = [
     "call",
+    "caller",
     "communication_device",
     "control_device",
     "describe_failure",
@@ -99,39 +102,58 @@ def is_lost_connection(error: BaseException) -> bool:
 def describe_failure(what: str, group: dist.ProcessGroup | None, error: BaseException) -> str:
     """The message for a collective that failed. Waits up to `GRACE` seconds for the other ranks' word.
 
-    Each rank whose collective fails leaves a note in the rendezvous store. A rank that leaves none died, raised elsewhere or is stuck.
+    Each rank whose collective fails leaves a note in the rendezvous store: what it did, and where. A rank that leaves none died, raised elsewhere or is
+    stuck.
     """
     rank = dist.get_rank()
     reason = str(error).strip() or type(error).__name__
     others = [r for r in global_ranks(group) if r != rank]
+    here = f"{what} at {caller()}"
+    elsewhere: dict[int, str] = {}
     try:
-        silent = _silent_ranks(rank, others, what)
+        notes = _notes(rank, others, here)
     except RuntimeError:
         suspect = (
             "the rendezvous store can't be reached any more, so the process that hosts it (rank 0 or the launcher) is gone. "
             "Look at its output for the first error."
         )
     else:
+        silent = [r for r in others if r not in notes]
         names = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
-        suspect = (
-            f"{names} died, raised or stayed away from this call. Look at their output for the first error; if they only took "
-            "long, give `InitProcessGroupKwargs(timeout=...)` more seconds."
-            if silent
-            else "every rank saw this call fail, so the network between them or the timeout is to blame."
-        )
-    return f"{what} failed on rank {rank}: {suspect}\nThe communication library says: {reason}"
+        elsewhere = {r: note for r, note in notes.items() if note.partition(" at ")[0] != what}
+        if silent:
+            suspect = (
+                f"{names} died, raised or stayed away from this call. Look at their output for the first error; if they only took "
+                "long, give `InitProcessGroupKwargs(timeout=...)` more seconds."
+            )
+        elif elsewhere:
+            suspect = "the ranks weren't in the same call: look for a branch or a loop's end that they don't share."
+        else:
+            suspect = "every rank saw this call fail, so the network between them or the timeout is to blame."
+    lines = [f"{what} failed on rank {rank}: {suspect}", f"  rank {rank}: {here}"]
+    lines += [f"  rank {r}: {note}" for r, note in sorted(elsewhere.items())]
+    return "\n".join([*lines, f"The communication library says: {reason}"])
 
 
-def _silent_ranks(rank: int, others: list[int], what: str) -> list[int]:
+def caller() -> str:
+    """File and line of the user's code that called into this distribution."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _notes(rank: int, others: list[int], note: str) -> dict[int, str]:
+    """What the other ranks whose collective failed, too, say that they did."""
     store = dist.distributed_c10d._get_default_store()
-    store.set(_key(rank), what)
+    store.set(_key(rank), note)
     deadline = time.monotonic() + GRACE
     silent = others
     while silent and time.monotonic() < deadline:
         silent = [r for r in silent if not store.check([_key(r)])]
         if silent:
             time.sleep(0.05)
-    return silent
+    return {r: store.get(_key(r)).decode(errors="replace") for r in others if r not in silent}
 
 
 def _key(rank: int) -> str:

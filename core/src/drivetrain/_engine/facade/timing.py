@@ -133,6 +133,8 @@ class TimingFacade:
 
     def _optimizer_stepped(self) -> None:
         self._step += 1
+        if self.gradient_state.notes is not None:
+            self.gradient_state.notes.stepped(self._step)
         if "_hub" in self.__dict__ and not self._local_gradients:
             self._hub.met()
         if self._stopper.pending:

@@ -1,0 +1,135 @@
+"""A guess at why ranks parted, from what each did and from the source of the lines where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from drivetrain._places import short
+from drivetrain.launch._evidence import Entry, Evidence
+from drivetrain.launch._source import Around, around
+
+__all__ = ["likely_cause"]
+
+_Place = tuple[str, int, str]
+
+
+def likely_cause(found: Mapping[int, Entry | None], evidence: Sequence[Evidence]) -> str:
+    """A clause that says what to look for.
+
+    Args:
+        found: What each rank did where they parted; None for one that didn't come.
+        evidence: What is known of each rank.
+    """
+    came = {rank: entry for rank, entry in found.items() if entry is not None}
+    away = [e for e in evidence if e.rank in found and found[e.rank] is None]
+    gone = [e for e in away if e.ended and not e.consequence]
+    failed = [e for e in gone if e.failed]
+    if failed:
+        return _failed(failed[0], came)
+    if not away and len({entry.places[:1] for entry in came.values()}) == 1:
+        return _unequal(came)
+    stands = {rank: entry.places for rank, entry in came.items()}
+    stands.update({e.rank: e.stands for e in away})
+    branches = _branches(stands, came)
+    return (
+        _branch([b for b in branches if b.part.about_rank and b.part.kind != "exit"])
+        or _loop(stands, came, gone)
+        or _late(away)
+        or _branch(branches)
+        or _unknown(gone)
+    )
+
+
+def _failed(e: Evidence, came: Mapping[int, Entry]) -> str:
+    """A rank failed, and others waited for it."""
+    if not e.aborted:
+        return f"rank {e.rank} failed by itself, and the others waited for it."
+    waiting = next(iter(came.values()))
+    of = f" (of {waiting.size} on rank {next(iter(came))})" if waiting.size else ""
+    return (
+        f"native code ended rank {e.rank}, as gloo does with a process that is sent more bytes than it expects: look whether shapes and dtypes "
+        f"are equal on all ranks in {waiting.name}{of}. Its stack at that moment stands in its output."
+    )
+
+
+def _unequal(came: Mapping[int, Entry]) -> str:
+    """All are at the same line."""
+    entries = list(came.values())
+    if any(entry.name in ("backward", "forward") for entry in entries):
+        return (
+            "the ranks' models exchange different tensors there: a parameter or a layer is used, or frozen, on some ranks only, "
+            "because of a condition in the model or in the loss."
+        )
+    if len({entry.size for entry in entries}) > 1:
+        return "the tensors differ in shape or dtype between ranks; they must be equal (`pad_across_processes` makes sizes equal)."
+    return "the line does something else on each rank: look for a condition in what it calls."
+
+
+class _Branch(NamedTuple):
+    """A condition around one rank's line that isn't around another's."""
+
+    part: Around
+    place: str
+
+
+def _branches(stands: Mapping[int, tuple[_Place, ...]], came: Mapping[int, Entry]) -> list[_Branch]:
+    """Those around the lines of ranks that came, the ones that ask for the rank first, then the innermost first."""
+    found: list[_Branch] = []
+    for rank in came:
+        for other, places in stands.items():
+            if other != rank:
+                found += _only_around(stands[rank], places)
+    return sorted(found, key=lambda branch: not branch.part.about_rank)
+
+
+def _only_around(mine: Sequence[_Place], others: Sequence[_Place]) -> Iterator[_Branch]:
+    theirs = {(file, part) for file, line, _ in others for part in around(file, line)}
+    for file, line, _ in mine:
+        for part in reversed(around(file, line)):
+            if part.kind != "loop" and (part.kind != "exit" or part.about_rank) and (file, part) not in theirs:
+                yield _Branch(part, f"{short(file)}:{line}")
+
+
+def _branch(branches: Sequence[_Branch]) -> str:
+    if not branches:
+        return ""
+    part, place = branches[0]
+    verb = "stands after" if part.kind == "exit" else "stands under"
+    only = "which depends on the rank" if part.about_rank else "which isn't the same on all ranks"
+    return f"{place} {verb} {part}, {only}."
+
+
+def _loop(stands: Mapping[int, tuple[_Place, ...]], came: Mapping[int, Entry], gone: Sequence[Evidence]) -> str:
+    """A loop that one rank is in and another has left."""
+    for rank in came:
+        for file, line, _ in stands[rank]:
+            for part in reversed(around(file, line)):
+                if part.kind != "loop":
+                    continue
+                left = [
+                    other
+                    for other, places in stands.items()
+                    if other != rank and any(f == file and at > part.end for f, at, _ in places)
+                ] or [e.rank for e in gone]
+                if left:
+                    return (
+                        f"rank {left[0]} has left {part}, and rank {rank} hasn't: it has fewer batches, or a `break` or an error of its own. "
+                        "`join_uneven_inputs`, or an even number of batches (the default of prepared loaders), is the remedy."
+                    )
+    return ""
+
+
+def _late(away: Sequence[Evidence]) -> str:
+    late = [e for e in away if e.where and not e.ended and not (e.last is not None and e.last.waiting)]
+    return (
+        f"rank {late[0].rank} was still busy at {short(late[0].where)}, longer than the others could wait."
+        if late
+        else ""
+    )
+
+
+def _unknown(gone: Sequence[Evidence]) -> str:
+    if gone:
+        return f"rank {gone[0].rank} had no more to do: it leaves a loop or the script earlier than the others."
+    return "a branch that only some ranks take, a loop that ends earlier on some, or an early exit."
