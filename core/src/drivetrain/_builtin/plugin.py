@@ -32,6 +32,7 @@ _COMMANDS = {
     "config": "Write, show, check and change a configuration file.",
     "env": "Print what a bug report needs.",
     "launch": "Start a training script on one or many processes.",
+    "rehearse": "Try a script as one rank of a large job, without the job.",
     "test": "Try the installation: processes, training, checkpoints.",
     "quickstart": "Write a small training script and run it on two processes.",
     "tracking": "Deliver values that were kept because a tracker was down.",
