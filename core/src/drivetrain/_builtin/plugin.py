@@ -36,6 +36,7 @@ _COMMANDS = {
     "env": "Print what a bug report needs.",
     "launch": "Start a training script on one or many processes.",
     "plan": "Predict memory and time of a training, and choose how to divide it.",
+    "rehearse": "Try a script as one rank of a large job, without the job.",
     "test": "Try the installation: processes, training, checkpoints.",
     "verify": "Prove that a script trains the same on one process and on several.",
     "quickstart": "Write a small training script and run it on two processes.",

@@ -143,9 +143,10 @@ def _send(
     record = struct.Struct(f"<{len(words)}q")
     data = bytearray(FRAME)
     record.pack_into(data, 0, *words)
-    if payload is not None and 0 < payload.numel() <= INLINE:
-        data[FRAME - INLINE : FRAME - INLINE + payload.numel()] = payload.numpy().data
     frame = torch.frombuffer(data, dtype=torch.uint8)
+    if payload is not None and 0 < payload.numel() <= INLINE:
+        # As tensors, so that what is packed into a frame stays unknown where it has no values: in a rehearsal.
+        frame[FRAME - INLINE : FRAME - INLINE + payload.numel()].copy_(payload)
     device = control_device(group)
     world = members(group)[1]
     gathered = torch.empty(world * FRAME, dtype=torch.uint8, device=device)
