@@ -100,3 +100,53 @@ def test_an_epoch_left_early_goes_on_later():
     assert seen == [0, 1]
     assert (accelerator.epoch, accelerator.step) == (1, 5)
     accelerator.end_training()
+
+
+def noted(tmp_path, monkeypatch, ask, leaves=True):
+    """What stands in the file that says that a run isn't done, or None."""
+    note = tmp_path / "stopped"
+    monkeypatch.setenv("DRIVETRAIN_STOPPED_FILE", str(note))
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2))
+    for epoch in accelerator.epochs(2):
+        for i, x in enumerate(loader):
+            if (epoch, i) == ask[1:]:
+                ask[0](accelerator)
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            if leaves and accelerator.should_stop:
+                break
+    accelerator.end_training()
+    return note.read_text() if note.exists() else None
+
+
+def term(accelerator):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_a_signal_ends_before_its_time_says_so(tmp_path, monkeypatch):
+    assert noted(tmp_path, monkeypatch, (term, 0, 1)) == "SIGTERM\n"
+
+
+def test_a_run_that_ends_in_time_in_spite_of_a_signal_does_not(tmp_path, monkeypatch):
+    assert noted(tmp_path, monkeypatch, (term, 1, 2), leaves=False) is None
+
+
+def test_a_run_that_ends_as_it_wants_does_not(tmp_path, monkeypatch):
+    assert noted(tmp_path, monkeypatch, (lambda a: a.request_stop("enough"), 0, 1)) is None
+
+
+def stop_and_look(folder):
+    os.environ["DRIVETRAIN_STOPPED_FILE"] = f"{folder}/stopped"
+    try:
+        run_until_stopped(lambda a: a.is_main_process and os.kill(os.getpid(), signal.SIGUSR1))
+    finally:
+        del os.environ["DRIVETRAIN_STOPPED_FILE"]
+    torch.distributed.barrier()
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_machines_first_rank_says_so_for_all(ranks, tmp_path):
+    assert ranks.run(stop_and_look, tmp_path) == [["stopped"]] * 2

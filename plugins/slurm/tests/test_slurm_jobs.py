@@ -205,7 +205,67 @@ def test_a_job_that_must_go_saves_is_queued_again_and_finishes(job, tmp_path, so
     assert len(list(tmp_path.glob("seen-1-*"))) == 2
 
 
+FINISH = """
+import time
+from pathlib import Path
+import torch
+from drivetrain import Accelerator
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(1, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(3, 1), batch_size=1))
+for epoch in accelerator.epochs(1):
+    for i, x in enumerate(loader):
+        if i == 2:
+            Path("running").touch()
+            end = time.monotonic() + 60
+            while not Path("told").exists() and time.monotonic() < end:
+                time.sleep(0.1)
+            time.sleep(1)
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+print("finished at step", accelerator.step, "told" if accelerator.should_stop else "not told")
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_is_told_and_finishes_all_the_same_is_not_queued_again(job, tmp_path, soon):
+    process = job(FINISH, "-n", 1)
+    number = re.search(r"submitted job (\d+)", process.stderr.readline())[1]
+    assert soon(lambda: (tmp_path / "running").exists(), 90)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", number], check=True)
+    (tmp_path / "told").touch()
+    out, err = end(process, 60)
+    assert process.returncode == 0, (out, err)
+    assert "finished at step 3 told" in out and "queueing" not in out
+    assert shown(number, "Restarts") == "0" and shown(number, "JobState") == "COMPLETED"
+    assert list(tmp_path.glob(".drivetrain-*")) == []
+
+
+def test_a_program_of_ones_own_says_by_the_file_that_it_is_not_done(job, tmp_path, soon):
+    script = """
+import os, signal, sys, time
+from pathlib import Path
+if os.environ.get("SLURM_RESTART_COUNT"):
+    print("second start")
+    sys.exit(0)
+def save(*_):
+    Path(os.environ["DRIVETRAIN_STOPPED_FILE"]).touch()
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, save)
+Path("running").touch()
+time.sleep(60)
+"""
+    process = job(script, "-n", 1)
+    number = re.search(r"submitted job (\d+)", process.stderr.readline())[1]
+    assert soon(lambda: (tmp_path / "running").exists(), 60)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", number], check=True)
+    out, err = end(process, 120)
+    assert process.returncode == 0, (out, err)
+    assert f"queueing job {number} again" in out and "second start" in out
+
+
 def test_detection_is_explained(job, cluster):
     command = ["srun", "-N2", "-n3", sys.executable, "-m", "drivetrain", "explain", "--cpu"]
     text = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout
-    assert re.search(r"task [012] of 3 in step \d+\.0", text)
+    assert re.search(r"task [012] of 3 in step\s+\d+\.0", text)

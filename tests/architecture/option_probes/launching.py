@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
+from unittest import mock
 
 from drivetrain.cli.launch import run
 from drivetrain.errors import DrivetrainError
@@ -206,3 +208,18 @@ def shutdown_timeout(value, folder):
     launch(folder, script, shutdown_timeout=value)
     thread.join()
     return (folder / "saved").exists()
+
+
+@effect("LocalOptions.lookup_timeout", (0.0, False), (0.3, True))
+def lookup_timeout(value, folder):
+    """Whether an unknown name is looked up again."""
+    unknown = mock.Mock(side_effect=socket.gaierror("unknown"))
+    with mock.patch.object(socket, "getaddrinfo", unknown), contextlib.suppress(DrivetrainError):
+        launch(folder, num_processes=2, num_machines=2, main_process_ip="m0", main_process_port=1, lookup_timeout=value)
+    return unknown.call_count > 1
+
+
+@effect("LocalOptions.stopped_exit_code", (0, 0), (75, 75))
+def stopped_exit_code(value, folder):
+    """What the launcher says of a rank that notes that it was stopped."""
+    return launch(folder, 'touch "${DRIVETRAIN_STOPPED_FILE:-$0/none}"', stopped_exit_code=value)

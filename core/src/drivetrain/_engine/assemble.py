@@ -20,6 +20,7 @@ from drivetrain._engine.stopping import Stopper
 from drivetrain._plugins import Registry, get_registry
 from drivetrain.checkpoint.location import is_remote
 from drivetrain.checkpoint.project import ProjectConfiguration
+from drivetrain.config.settings import STOPPED_FILE
 from drivetrain.data import DataLoaderConfiguration, LoaderStack
 from drivetrain.errors import ConfigurationError, UnsupportedError
 from drivetrain.interfaces import Backend, BackendContext, Device
@@ -81,7 +82,7 @@ def assemble(given: Mapping[str, Any]) -> Parts:
         backend=backend,
         control=ProcessControl(plan.process, device=backend.device),
         trigger=Trigger(),
-        stopper=Stopper(plan.process, synchronize=device.synchronize, key=key),
+        stopper=Stopper(plan.process, synchronize=device.synchronize, key=key, note=os.environ.get(STOPPED_FILE, "")),
         make_hub=partial(_make_hub, registry, plan, backend, key),
         loader_stack=stack,
         accumulator=Accumulator(

@@ -5,6 +5,9 @@ acknowledges. Once all have, each rank publishes the step that it is at when its
 device at each window's end. All stop at ``max(published) + 2``. No rank can pass that step unknowing: when the device is done with
 step s, every other rank has at least begun step s, so one that hasn't published will publish s or more. And none ever waits for
 another, so nothing can lock up.
+
+Where a signal stops a run before its end, that is noted in the file that ``DRIVETRAIN_STOPPED_FILE`` names: whoever started the run
+can't tell by its exit code, and must start it again.
 """
 
 from __future__ import annotations
@@ -13,15 +16,22 @@ import contextlib
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
+from drivetrain.config.settings import STOPPED_FILE
 from drivetrain.specs import ProcessInfo
 
 __all__ = ["Stopper"]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+#: A time limit, or a request of the script's own, is the end that the script wants.
+_SIGNAL_NAMES = frozenset(number.name for number in _SIGNALS)
 
 _MARGIN = 2
 _POLL_SECONDS = 0.5
@@ -34,6 +44,7 @@ class Stopper:
         process: Who this process is.
         synchronize: Waits for the device, called at window ends while a request is pending.
         key: Prefix in the store, equal on all ranks and different for each Accelerator.
+        note: File to make when a signal stops the run before its end, by one process of each machine; empty for none.
 
     Example:
         >>> stopper = Stopper(ProcessInfo(), synchronize=lambda: None, key="doc")
@@ -43,10 +54,11 @@ class Stopper:
         (True, 'time limit')
     """
 
-    def __init__(self, process: ProcessInfo, *, synchronize: Callable[[], None], key: str) -> None:
+    def __init__(self, process: ProcessInfo, *, synchronize: Callable[[], None], key: str, note: str = "") -> None:
         self._process = process
         self._synchronize = synchronize
         self._key = f"drivetrain/stop/{key}"
+        self._note = Path(note) if note and process.local_rank == 0 else None
         self._store: Any = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -67,7 +79,7 @@ class Stopper:
             return
         self._watching = True
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGUSR1):
+            for number in _SIGNALS:
                 self._previous[number] = signal.signal(number, self._on_signal)
         if self._process.is_distributed and dist.is_initialized():
             self._store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
@@ -89,7 +101,7 @@ class Stopper:
         if self.should_stop:
             return
         if self._store is None:  # alone; or nobody watches, and then nobody asks
-            self.should_stop = not self._process.is_distributed
+            self._decide(not self._process.is_distributed)
             return
         world = self._process.world_size
         if self._published is None:
@@ -103,7 +115,23 @@ class Stopper:
             if not self._store.check(keys):
                 return
             self._stop_at = max(int(self._store.get(key)) for key in keys) + _MARGIN
-        self.should_stop = step >= self._stop_at
+        self._decide(step >= self._stop_at)
+
+    def finished(self) -> None:
+        """The training loop came to its end all the same: the run needn't be started again."""
+        if self._note is not None:
+            self._note.unlink(missing_ok=True)
+
+    def _decide(self, stop: bool) -> None:
+        self.should_stop = stop
+        if stop and self._note is not None and self.reason in _SIGNAL_NAMES:
+            try:
+                self._note.write_text(f"{self.reason}\n", encoding="utf-8")
+            except OSError as error:  # the run itself goes on to save
+                warnings.warn(
+                    f"{self._note} ({STOPPED_FILE}) can't be written ({error.strerror}), so whoever started this run won't start it again.",
+                    stacklevel=2,
+                )
 
     def close(self) -> None:
         """Put the signal handlers back and end the thread."""

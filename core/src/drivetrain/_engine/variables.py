@@ -11,7 +11,7 @@ from drivetrain.config.settings import PREFIX, CoreSettings, variable
 __all__ = ["foreign_variables", "unknown_variables"]
 
 #: Variables with our prefix that other parts of Drivetrain read.
-_OTHERS = frozenset({"PLUGINS", "DISABLE_PLUGINS", "LOG_LEVEL"})
+_OTHERS = frozenset({"PLUGINS", "DISABLE_PLUGINS", "LOG_LEVEL", "STOPPED_FILE"})
 _OTHER_PREFIXES = ("TEST_",)
 
 #: Accelerate's variables, without their prefix, and ours.

@@ -56,6 +56,8 @@ _LOCAL = (
     "redirects",
     "cpu_binding",
     "hang_timeout",
+    "lookup_timeout",
+    "stopped_exit_code",
 )
 
 
@@ -205,6 +207,13 @@ _SETTINGS = {
 @group_option(
     "Several machines", "--local-addr", metavar="HOST", help="The address of this machine that others should use."
 )
+@group_option(
+    "Several machines",
+    "--lookup-timeout",
+    type=float,
+    metavar="SECONDS",
+    help="How long machine 0's name may stay unknown.",
+)
 @group_option("Several machines", "--role", metavar="NAME", help="Role of the ranks (torchrun's).")
 @group_option(
     "Several machines", "--standalone", is_flag=True, help="One machine and a free port (torchrun's; the default)."
@@ -246,6 +255,13 @@ _SETTINGS = {
     type=float,
     metavar="SECONDS",
     help="Show all ranks' stacks after so long without any output.",
+)
+@group_option(
+    "Failures",
+    "--stopped-exit-code",
+    type=int,
+    metavar="CODE",
+    help="Exit code when a signal had the ranks save and end early.",
 )
 @group_option("Launcher", "--on", metavar="NAME", help="Who starts the processes; default: local.")
 @group_option("Launcher", "--dry-run", is_flag=True, help="Print what would be run, and run nothing.")
@@ -313,8 +329,7 @@ def _decide(flags: Mapping[str, Any], words: tuple[str, ...]) -> Decision:
         plain=flags.get("no_python", False),
         per_machine=flags.get("nproc_per_node"),
     )
-    check_command(command.words, module=command.module, plain=command.plain)
-    return decide(
+    decision = decide(
         command,
         LaunchOptions.from_mapping(_part(flags, _LAUNCH)),
         _part(flags, tuple(CoreSettings.hints())),
@@ -324,6 +339,9 @@ def _decide(flags: Mapping[str, Any], words: tuple[str, ...]) -> Decision:
         environ=os.environ,
         availability=detect_devices(registry.specs("device").values()),
     )
+    elsewhere = decision.launcher.own_files
+    check_command(command.words, module=command.module, plain=command.plain, elsewhere=elsewhere)
+    return decision
 
 
 def _part(flags: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

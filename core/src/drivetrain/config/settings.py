@@ -11,10 +11,14 @@ import msgspec
 
 from drivetrain.config.options import Options
 
-__all__ = ["PREFIX", "CoreSettings", "variable"]
+__all__ = ["PREFIX", "STOPPED_FILE", "CoreSettings", "variable"]
 
 #: Every variable that Drivetrain reads starts with it.
 PREFIX = "DRIVETRAIN_"
+
+#: Names a file that a run makes when SIGTERM or SIGUSR1 has ended it before its time, for whoever must start it again. One process of each
+#: machine writes it; a script that stops by itself may do the same.
+STOPPED_FILE = f"{PREFIX}STOPPED_FILE"
 
 
 @dataclass(frozen=True)

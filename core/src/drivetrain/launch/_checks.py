@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 from drivetrain.errors import ConfigurationError, LaunchError
 from drivetrain.interfaces.launcher import LaunchRequest
 
-__all__ = ["check_command", "check_numbers", "check_request", "command_line", "local_world_size"]
+__all__ = ["await_host", "check_command", "check_numbers", "check_request", "command_line", "local_world_size"]
 
 _WORKER = Path(__file__).with_name("_worker.py")
 
@@ -32,6 +33,22 @@ def check_request(request: LaunchRequest) -> None:
     if request.log_directory is not None and request.log_directory.exists() and not request.log_directory.is_dir():
         raise ConfigurationError(f"The log directory {request.log_directory} is a file.")
     _check_endpoint(request)
+
+
+def await_host(host: str | None, seconds: float) -> None:
+    """Wait until a host's name is known, at most so long; whether it is, `check_request` says.
+
+    Example:
+        >>> await_host("127.0.0.1", 5.0)
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            time.sleep(min(1.0, seconds / 10))
+        else:
+            return
 
 
 def command_line(request: LaunchRequest) -> list[str]:
@@ -100,8 +117,16 @@ def check_numbers(request: LaunchRequest, *, remote: bool = False) -> None:
         )
 
 
-def check_command(command: Sequence[str], *, module: bool = False, plain: bool = False) -> None:
+def check_command(
+    command: Sequence[str], *, module: bool = False, plain: bool = False, elsewhere: bool = False
+) -> None:
     """Find what can't be run.
+
+    Args:
+        command: Script, module or program, and its arguments.
+        module: It is a module.
+        plain: It is a program.
+        elsewhere: It lies where this machine can't look.
 
     Raises:
         ConfigurationError: For a script, module or program that isn't there, with the nearest match.
@@ -111,6 +136,8 @@ def check_command(command: Sequence[str], *, module: bool = False, plain: bool =
     if plain and module:
         raise ConfigurationError("A command is either a module (-m) or a program (--no-python), not both.")
     name = command[0]
+    if elsewhere:
+        return
     if plain:
         if shutil.which(name) is None:
             raise ConfigurationError(f"There is no program {name!r} on the PATH, or it isn't executable.")

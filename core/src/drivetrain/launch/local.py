@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import sys
 import tempfile
 from pathlib import Path
 
+from drivetrain.config.settings import STOPPED_FILE
 from drivetrain.errors import ConfigurationError
 from drivetrain.interfaces.launcher import Launcher, LaunchRequest
 from drivetrain.launch._binding import as_ranges, shares_of
-from drivetrain.launch._checks import check_request, local_world_size
+from drivetrain.launch._checks import await_host, check_request, local_world_size
 from drivetrain.launch._environment import base_environment, rank_environment
 from drivetrain.launch._failures import exit_code_of, first_of, interrupt_report, report
 from drivetrain.launch._job import Job
@@ -47,14 +49,17 @@ class LocalLauncher(Launcher):
 
         Returns:
             The exit code to pass on: 0, or that of the rank that failed first (128 + n if signal n killed it), or 128 + n after
-            signal n to this process.
+            signal n to this process; see `LocalOptions` for one of one's own.
 
         Raises:
             ConfigurationError: For a request that can't work; nothing was started.
             LaunchError: For a port, host or program that can't be used; nothing is left running.
         """
-        check_request(request)
         options = LocalOptions.from_mapping(request.options)
+        options.validate()
+        if request.num_machines > 1 or request.elastic:
+            await_host(request.main_process_ip, options.lookup_timeout)
+        check_request(request)
         _check_options(request, options)
         if request.log_directory is not None:
             request.log_directory.mkdir(parents=True, exist_ok=True)
@@ -62,8 +67,12 @@ class LocalLauncher(Launcher):
         for note in _without_effect(request, options):
             errors.write(f"drivetrain: {note}\n".encode())
         with tempfile.TemporaryDirectory(prefix="drivetrain-") as scratch:
+            request, stopped_file = _with_note(request, options, Path(scratch))
             job = Job(request, options, Path(scratch), stdout=Sink(sys.stdout), stderr=errors)
             outcome = job.run()
+            stopped = stopped_file is not None and stopped_file.exists()
+        if stopped_file is not None and not outcome.failures:
+            return options.stopped_exit_code if stopped else 0
         if outcome.signum is not None:
             text = interrupt_report(outcome.signum, outcome.failures)
             code = 128 + outcome.signum
@@ -107,6 +116,14 @@ class LocalLauncher(Launcher):
             binding = [] if shares is None else ["taskset", "-c", as_ranges(shares[local_rank])]
             lines.append(" ".join([*variables, shlex.join([*binding, *_plain_command(request)])]))
         return "\n".join(lines)
+
+
+def _with_note(request: LaunchRequest, options: LocalOptions, scratch: Path) -> tuple[LaunchRequest, Path | None]:
+    """Have ranks note when a signal ends them before their time, where that makes a difference; the file."""
+    if not options.stopped_exit_code:
+        return request, None
+    note = scratch / "stopped"
+    return dataclasses.replace(request, environment={**request.environment, STOPPED_FILE: str(note)}), note
 
 
 def _check_options(request: LaunchRequest, options: LocalOptions) -> None:

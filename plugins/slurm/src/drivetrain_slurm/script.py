@@ -7,6 +7,7 @@ import string
 import sys
 from pathlib import Path
 
+from drivetrain.config.settings import STOPPED_FILE
 from drivetrain.errors import ConfigurationError
 from drivetrain.interfaces import LaunchRequest
 from drivetrain_slurm.options import SlurmOptions
@@ -36,7 +37,11 @@ ${body}
 """
 
 #: srun in the background, so that the shell can hear signals; `wait` returns at each of them.
+#: The folder for the run's note that it isn't done lies where the job was submitted: all nodes see that.
 _BODY = """told=0
+notes=${SLURM_SUBMIT_DIR:-$PWD}/.drivetrain-$SLURM_JOB_ID
+rm -rf "$notes"; mkdir "$notes"; trap 'rm -rf "$notes"' EXIT
+export @stopped@=$notes/stopped
 forward() { kill -s "$1" "$step" 2>/dev/null; }
 trap 'told=1; forward USR1' USR1
 trap 'forward TERM' TERM
@@ -52,8 +57,9 @@ done
 @requeue@exit "$code"
 """
 
-_REQUEUE = """if [ "$told" -eq 1 ]; then
-    echo "drivetrain: the script was told to save; queueing job $SLURM_JOB_ID again"
+#: A script that was told, and came to its end all the same, is done.
+_REQUEUE = """if [ "$told" -eq 1 ] && { [ "$code" -ne 0 ] || [ -e "$@stopped@" ]; }; then
+    echo "drivetrain: the script was told to save, and isn't done; queueing job $SLURM_JOB_ID again"
     scontrol requeue "$SLURM_JOB_ID" && exit 0
 fi
 """
@@ -78,7 +84,7 @@ def batch_script(request: LaunchRequest, options: SlurmOptions) -> str:
     return string.Template(template).safe_substitute(
         directives="\n".join(f"#SBATCH {line}" for line in _directives(request, options)),
         environment="\n".join(exports),
-        body=body.replace("@requeue@", _REQUEUE if options.requeue else ""),
+        body=body.replace("@requeue@", _REQUEUE if options.requeue else "").replace("@stopped@", STOPPED_FILE),
     )
 
 
@@ -124,10 +130,13 @@ def _srun(request: LaunchRequest, options: SlurmOptions) -> str:
         words.append("--label")
     if options.container_image is not None:
         words.append(f"--container-image={options.container_image}")
-    if options.container_mounts is not None:
-        words.append(f"--container-mounts={options.container_mounts}")
+    mounts = [options.container_mounts] if options.container_mounts is not None else []
+    if options.container_image is not None and options.requeue:
+        mounts.append("@notes@")
+    if mounts:
+        words.append(f"--container-mounts={','.join(mounts)}")
     python = "python3" if options.container_image is not None else sys.executable
     command = (
         request.command if request.plain else [python, "-u", *(["-m"] if request.module else []), *request.command]
     )
-    return shlex.join([*words, *command])
+    return shlex.join([*words, *command]).replace("@notes@", '"$notes":"$notes"', 1)

@@ -88,6 +88,8 @@ class TimingFacade:
                 self._epoch += 1
                 self._begun = None
         self._after_training()
+        if self._stopper.should_stop and self._epoch_to_go_on_with >= num_epochs:
+            self._stopper.finished()
 
     def _before_training(self) -> None:
         """Load what ``Accelerator(resume=...)`` says."""
