@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import sysconfig
 from pathlib import Path
 
 __all__ = ["is_users", "short"]
 
-_LIBRARY = sysconfig.get_paths()
-#: Installed packages, the standard library and this package (which may be installed in place).
-_NOT_THE_USERS = tuple(
-    {_LIBRARY["stdlib"], _LIBRARY["platstdlib"], _LIBRARY["purelib"], _LIBRARY["platlib"], str(Path(__file__).parent)}
-)
-#: Packages of another environment on the path, and plugins that are installed in place, by the rule for their names.
+#: The standard library (`sysconfig` would tell, and takes longer to import than all of this project's options), and this package, which may be installed in place.
+_NOT_THE_USERS = tuple(os.path.join(Path(file).parent, "") for file in (os.__file__, __file__))  # noqa: PTH118
+#: Installed packages, and plugins that are installed in place, by the rule for their names.
 _INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|src[/\\]drivetrain_\w+)[/\\]")
 
 

