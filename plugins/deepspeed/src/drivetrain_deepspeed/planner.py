@@ -91,6 +91,7 @@ class DeepSpeedPlanner(ShardingPlanner):
         document = _document(profile, stage, offload, sizes, micro_batch, plan.accumulation, devices)
         return replace(
             plan,
+            sync_each_batch=False,  # nothing that anybody sets
             options={"hf_ds_config": document},
             memory_bytes=at_peak,
             peak_at=peak_at,

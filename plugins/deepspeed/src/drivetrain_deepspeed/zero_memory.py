@@ -149,14 +149,15 @@ class ZeroMemory:
         return round(self.width * (divided / self.devices + count - divided))
 
     def _gradients(self, moment: Moment, phase: str, *, accumulates: bool) -> int:
-        whole = round(moment.gradients * self.width / 4) if phase == "backward" else 0
+        """Gradients besides those that are in buckets; from the second micro-batch on there are some from the start."""
+        made = round(moment.gradients * self.width / 4) if phase == "backward" else 0
+        fresh = min(made, self.width * self.largest)  # from stage 2 on, each goes into a bucket as soon as it is made
         if self.stage < 2:
-            return self.width * (self.trained + self.largest) if accumulates else whole
-        fresh = self.width * self.largest if phase == "backward" else 0
+            return self.width * self.trained + fresh if accumulates else made
         if self.stage == 3 or "gradients" in self.offload:
             return fresh
-        parts = self.part_gradients if phase == "backward" or accumulates else 0
-        return fresh + parts * (2 if accumulates and phase == "backward" else 1)
+        part = made // self.devices
+        return fresh + (self.part_gradients + part if accumulates else part)
 
     def _gathered(self, unit: int) -> int:
         if self.stage < 3:
