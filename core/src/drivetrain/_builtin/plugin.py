@@ -33,6 +33,7 @@ _COMMANDS = {
     "config": "Write, show, check and change a configuration file.",
     "env": "Print what a bug report needs.",
     "launch": "Start a training script on one or many processes.",
+    "plan": "Predict memory and time of a training, and choose how to divide it.",
     "test": "Try the installation: processes, training, checkpoints.",
     "quickstart": "Write a small training script and run it on two processes.",
     "tracking": "Deliver values that were kept because a tracker was down.",
@@ -200,5 +201,6 @@ def drivetrain_register_commands() -> Iterable[CommandSpec]:
             summary="Same as checkpoint export.",
             target="drivetrain.cli.checkpoint:export",
             hidden=True,
-        )
+        ),
+        CommandSpec(name="estimate-memory", summary="Same as plan.", target="drivetrain.cli.plan:plan", hidden=True),
     ]

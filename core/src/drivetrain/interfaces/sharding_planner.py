@@ -112,7 +112,7 @@ class ShardingPlan:
         if self.recompute != "none":
             words.append(f"recompute {self.recompute}")
         if self.offloaded:
-            words.append(f"offload {'+'.join(self.offloaded)}")
+            words.append("offload" if len(self.offloaded) == 3 else f"offload {'+'.join(self.offloaded)}")
         if self.sync_each_batch:
             words.append("sync each batch")
         return ", ".join(words)
@@ -155,3 +155,7 @@ class ShardingPlanner:
             request: What is to be trained, and what may be changed.
         """
         raise NotImplementedError
+
+    def document(self, plan: ShardingPlan) -> str | None:
+        """One of its plans as the backend's own library takes it, for ``drivetrain plan --output``; None where that has no such file."""
+        return None

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from drivetrain.memory.hardware import Hardware, known_accelerators, known_hardware, match_accelerator, parse_bytes
     from drivetrain.memory.layout import Layout, predict
     from drivetrain.memory.loss import default_loss
+    from drivetrain.memory.machine import measure_machine, present_hardware
     from drivetrain.memory.planning import PlanReport, make_plans, micro_batch_sizes
     from drivetrain.memory.profile import ModelProfile, Moment, OptimizerProfile, ParameterProfile, Stretch, Timeline
     from drivetrain.memory.profiler import profile_model
@@ -28,6 +29,7 @@ _HOMES = {
     "hardware": ["Hardware", "known_accelerators", "known_hardware", "match_accelerator", "parse_bytes"],
     "layout": ["Layout", "predict"],
     "loss": ["default_loss"],
+    "machine": ["measure_machine", "present_hardware"],
     "planning": ["PlanReport", "make_plans", "micro_batch_sizes"],
     "profile": ["ModelProfile", "Moment", "OptimizerProfile", "ParameterProfile", "Stretch", "Timeline"],
     "profiler": ["profile_model"],
@@ -55,9 +57,11 @@ __all__ = [
     "known_hardware",
     "make_plans",
     "match_accelerator",
+    "measure_machine",
     "micro_batch_sizes",
     "parse_bytes",
     "predict",
+    "present_hardware",
     "profile_model",
     "profile_of_config",
     "profile_of_counts",

@@ -271,6 +271,6 @@ def profile_of_config(path: str | Path, **settings: Any) -> ModelProfile:
         "intermediate": mlp,
         "tied": tied,
         "sequence": of("max_position_embeddings", "n_positions", default=2048),
-        "name": str(facts.get("model_type") or file.parent.name),
+        "name": str(facts.get("model_type") or file.resolve().parent.name),
     }
     return profile_of_counts(**{**given, **{k: v for k, v in settings.items() if v is not None}})

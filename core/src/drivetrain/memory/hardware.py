@@ -89,6 +89,11 @@ class Hardware:
         return self.device != "cpu"
 
     @property
+    def staging(self) -> float:
+        """Copies of what a reduction gets that the communication backend makes. CPUs' one, gloo, makes one."""
+        return 1.0 if self.device == "cpu" else 0.0
+
+    @property
     def steps_at_once(self) -> bool:
         """Whether optimizers work on all parameters at once by default, with temporaries for all of them."""
         return self.device != "cpu"
@@ -99,11 +104,22 @@ class Hardware:
         found = next((self.flops[n] for n in names if n in self.flops), 1e12)
         return found * self.efficiency
 
-    def bandwidth(self, processes: int) -> float:
-        """Bytes per second that a device sends in a collective over so many neighbouring devices."""
-        if processes <= self.devices_per_machine:
+    def bandwidth(self, processes: int, *, apart: int = 1) -> float:
+        """Bytes per second that a device sends in a collective, as rings over all links of a machine reach.
+
+        Args:
+            processes: Devices that take part.
+            apart: Distance from one to the next: 1 for neighbours, the number of shards for replicas.
+
+        Example:
+            >>> devices = known_hardware("a100-80gb", devices=16)
+            >>> devices.bandwidth(8), devices.bandwidth(16), devices.bandwidth(2, apart=8)
+            (300000000000, 200000000000, 25000000000)
+        """
+        if processes * apart <= self.devices_per_machine:
             return self.link_bandwidth
-        return min(self.link_bandwidth, self.network_bandwidth)
+        beside = max(1, self.devices_per_machine // apart)  # of one machine, each with its own way out
+        return min(self.link_bandwidth, self.network_bandwidth * beside)
 
     def with_devices(self, devices: int, per_machine: int | None = None) -> Hardware:
         """The same hardware, so many devices of it."""

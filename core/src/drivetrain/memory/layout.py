@@ -178,33 +178,55 @@ class _Memory:
         last = {s.unit: i for i, s in enumerate(timeline.stretches) if s.phase == "backward"}
         reducing = -1  # the unit whose gradients were reduced last
         for i, stretch in enumerate(timeline.stretches):
-            name = self.profile.units[stretch.unit] or "what belongs to no unit"
-            for what, moment in (("", stretch.peak), ("end of ", stretch.end)):
-                ends = what != "" and stretch.phase == "backward" and last[stretch.unit] == i and stretch.unit != 0
-                yield (
-                    f"{what}{stretch.phase} of {name}",
-                    self._sum_up(
-                        activations=self._activations(moment, samples) + inputs,
-                        gathered=self._gathered(stretch.phase, stretch.unit, finished),
-                        gradients=self._gradients(moment, stretch.phase, stretch.unit, finished),
-                        communication=self._communication(stretch.phase, stretch.unit, reducing, ends=ends),
-                    ),
-                )
-            if stretch.phase == "backward" and last[stretch.unit] == i and stretch.unit != 0:
-                finished.add(stretch.unit)
-                reducing = stretch.unit
-        gone = "gradients" in self.layout.offload or self.layout.gradients_in_buckets
-        if self.gathers:
+            unit = stretch.unit
             yield (
-                "end of backward",
+                f"{stretch.phase} of {self.profile.units[unit] or 'what belongs to no unit'}",
                 self._sum_up(
-                    gathered=self.gathered[0],
-                    gradients=self._held(set(range(1, len(self.whole)))) + self.whole[0],
-                    communication=self._reduce_buffer(0),
+                    activations=self._activations(stretch.peak, samples) + inputs,
+                    gathered=self._gathered(stretch.phase, unit, finished),
+                    gradients=self._gradients(stretch.peak, stretch.phase, unit, finished),
+                    communication=self._communication(stretch.phase, unit, reducing),
                 ),
             )
+            if stretch.phase == "backward" and unit and last[unit] == i:
+                kept = self._activations(stretch.end, samples) + inputs
+                yield from self._reduction(unit, finished, activations=kept)
+                finished.add(unit)
+                reducing = unit
+        yield from self._reduction(0, finished, activations=inputs)
+        gone = "gradients" in self.layout.offload or self.layout.gradients_in_buckets
         gradients = 0 if gone else sum(self.cut)
         yield "optimizer step", self._sum_up(activations=self.step_temporaries, gradients=gradients)
+
+    def _reduction(self, unit: int, finished: set[int], *, activations: int) -> Iterator[tuple[str, dict[str, int]]]:
+        """A unit's parameters are gone, its whole gradients go into a flat buffer, and out of that comes their shard."""
+        if "gradients" not in self.layout.divides:
+            return
+        name = f"reduction of {self.profile.units[unit] or 'what belongs to no unit'}"
+        gathered = self._gathered("backward", 0, finished | {unit}) if unit else 0
+        ahead = self._ahead_backward(unit)
+        held = self._held(set(range(len(self.whole))) if self.accumulates else finished)
+        flat = round(self.reduced[unit] * self.layout.reduce_copies)
+        yield (
+            name,
+            self._sum_up(
+                activations=activations,
+                gathered=gathered,
+                gradients=held + self.whole[unit],
+                communication=flat + ahead,
+            ),
+        )
+        shards = self.layout.shards
+        staged = round(self.reduced[unit] * self.hardware.staging) if shards > 1 else 0
+        yield (
+            name,
+            self._sum_up(
+                activations=activations,
+                gathered=gathered,
+                gradients=held + self.reduced[unit] // shards,
+                communication=flat + staged + ahead,
+            ),
+        )
 
     def _sum_up(
         self, *, activations: int = 0, gathered: int = 0, gradients: int = 0, communication: int = 0
@@ -259,24 +281,23 @@ class _Memory:
         sizes = [p.nbytes for p in self.profile.parameters if p.trainable and p.unit == unit]
         return max(sizes, default=0) if phase == "backward" else 0
 
-    def _reduce_buffer(self, unit: int) -> int:
-        if "gradients" not in self.layout.divides or unit < 0:
-            return 0
-        return round(self.reduced[unit] * self.layout.reduce_copies)
-
-    def _communication(self, phase: str, unit: int, reducing: int, *, ends: bool) -> int:
+    def _communication(self, phase: str, unit: int, reducing: int) -> int:
         """Flat buffers of gathers and reductions."""
-        buffers = self._reduce_buffer(unit if ends else reducing) if phase == "backward" else 0
+        reduces = phase == "backward" and "gradients" in self.layout.divides and reducing >= 0
+        buffers = round(self.reduced[reducing] * self.layout.reduce_copies) if reduces else 0
         if not self.gathers:
             return buffers
-        copies = self.layout.gather_copies
         if phase == "forward":
             ahead = sum(self.gathered[unit + 1 : unit + 1 + self.layout.ahead_forward])
-            return buffers + round((self.gathered[unit] + ahead) * copies)
-        if self.layout.keeps_gathered or not unit:
-            return buffers
+            return buffers + round((self.gathered[unit] + ahead) * self.layout.gather_copies)
+        return buffers + self._ahead_backward(unit)
+
+    def _ahead_backward(self, unit: int) -> int:
+        """Flat buffers of the units that are gathered while one computes backward."""
+        if not self.gathers or self.layout.keeps_gathered or not unit:
+            return 0
         first = max(1, unit - self.layout.ahead_backward)
-        return buffers + round(sum(self.gathered[first:unit]) * copies)
+        return round(sum(self.gathered[first:unit]) * self.layout.gather_copies)
 
     def traffic(self, accumulation: int) -> Traffic:
         """What one device sends per optimizer step, and moves from and to the CPU's memory."""

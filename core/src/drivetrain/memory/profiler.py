@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -160,43 +161,69 @@ class _Run:
         return trace.stretches
 
     def trace_optimizer(self) -> OptimizerProfile:
-        """Two steps: the first one makes the state."""
-        found: dict[bool, tuple[int, int, int]] = {}
-        for at_once in (False, True):
-            with self._fakes() as copied:
-                found[at_once] = self._step(copied, at_once=at_once)
-        name = "AdamW" if self.optimizer is None else type(copied.optimizer).__name__
+        """Two steps on one parameter of each kind: the first one makes the state."""
+        with self._fakes() as copied:
+            name, one_by_one = type(copied.optimizer).__name__, self._step(copied, at_once=False)
+        with self._fakes() as copied:
+            at_once = self._step(copied, at_once=True)
         return OptimizerProfile(
             name=name,
-            state=found[False][0],
-            temporaries=found[False][1],
-            temporaries_at_once=found[True][1],
-            operations=found[True][2],
+            state=one_by_one.state,
+            temporaries=one_by_one.temporaries,
+            temporaries_at_once=round(at_once.temporaries * at_once.scale),
+            operations=at_once.operations,
         )
 
-    def _step(self, copied: _Copied, *, at_once: bool) -> tuple[int, int, int]:
+    def _step(self, copied: _Copied, *, at_once: bool) -> _Step:
         optimizer = copied.optimizer
+        counts: dict[torch.Tensor, int] = {}
+        everything = 0
         for group in optimizer.param_groups:
+            kinds: dict[Any, torch.Tensor] = {}
+            for parameter in group["params"]:
+                first = kinds.setdefault((parameter.shape, parameter.dtype), parameter)
+                counts[first] = counts.get(first, 0) + 1
+                everything += parameter.nbytes
+            group["params"] = list(kinds.values())
             if at_once and "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
-            for parameter in group["params"]:
-                parameter.grad = torch.empty_like(parameter)
+        for parameter in counts:
+            parameter.grad = torch.empty_like(parameter)
         scales = self.precision is not None and self.precision.scales
         if self.precision is not None:
             self.precision.adopt_optimizer(optimizer)
         step = optimizer.step if self.precision is None or scales else lambda: self.precision.step(optimizer)
         trace = StepTrace()
-        trace.know([p for g in optimizer.param_groups for p in g["params"]], CONSTANT)
-        trace.know([p.grad for g in optimizer.param_groups for p in g["params"]], CONSTANT)
+        trace.know(counts, CONSTANT)
+        trace.know([p.grad for p in counts if p.grad is not None], CONSTANT)
         with trace:
             step()
-            state = _tensors(list(optimizer.state.values()))
-            trace.know(state, CONSTANT)
+            trace.know(_tensors(list(optimizer.state.values())), CONSTANT)
             trace.enter("step", 0)
             step()
-        storages = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in state}
+        state = sum(
+            number
+            * sum(
+                {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in _tensors(optimizer.state[p])}.values()
+            )
+            for p, number in counts.items()
+        )
         second = trace.stretches[-1]
-        return sum(storages.values()), second.peak.get(ACTIVATION, 0), second.operations
+        return _Step(
+            state=state,
+            temporaries=second.peak.get(ACTIVATION, 0),
+            operations=second.operations,
+            scale=everything / max(1, sum(p.nbytes for p in counts)),
+        )
+
+
+class _Step(NamedTuple):
+    """What an optimizer's step needed: state of all parameters, temporaries and operations of those that stood for all, and how many times larger all are."""
+
+    state: int
+    temporaries: int
+    operations: int
+    scale: float
 
 
 class _Copied:
@@ -236,8 +263,6 @@ class _Copied:
         fresh.__setstate__(
             {"defaults": given.defaults, "state": {}, "param_groups": [g for g in groups if g["params"]]}
         )
-        from collections import defaultdict
-
         fresh.state = defaultdict(dict)
         return fresh
 

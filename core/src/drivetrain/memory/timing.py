@@ -102,7 +102,7 @@ def seconds(
     computing = accumulation * (max(products + others, started) if hardware.overlaps else products + others + started)
     sending = (
         traffic.among_shards / hardware.bandwidth(traffic.shards)
-        + traffic.among_replicas / hardware.bandwidth(traffic.shards * traffic.replicas)
+        + traffic.among_replicas / hardware.bandwidth(traffic.replicas, apart=traffic.shards)
         + traffic.collectives * hardware.latency
     )
     moving = traffic.host / hardware.host_bandwidth

@@ -98,20 +98,26 @@ class StepTrace(TorchDispatchMode):
         self.stretches.append(Recorded(self.phase, self.unit))
         self.note()
 
-    def note(self) -> None:
-        """Compare this moment with the fullest one of the stretch."""
+    def note(self, scratch: int = 0) -> None:
+        """Compare this moment with the fullest one of the stretch.
+
+        Args:
+            scratch: Bytes that the last operation used inside.
+        """
         if not self.stretches:
             self.stretches.append(Recorded(self.phase, self.unit))
         stretch = self.stretches[-1]
         now = {k: self.bytes[k] for k in (ACTIVATION, COPY, GRADIENT)}
-        if not stretch.peak or sum(now.values()) > sum(stretch.peak.values()):
-            stretch.peak = now
+        if not stretch.peak or sum(now.values()) + scratch > sum(stretch.peak.values()):
+            stretch.peak = {**now, ACTIVATION: now[ACTIVATION] + scratch}
         stretch.end = now
 
     # -- operations --------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # questions about a tensor, not operations
+            return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and _is_fake(args[0]):
             # Optimizers that go from parameter to parameter read their step count; what it is doesn't matter here.
             return 1.0 if args[0].is_floating_point() else 1
@@ -124,7 +130,8 @@ class StepTrace(TorchDispatchMode):
             if id(storage) not in self._kinds:
                 self._add(storage, self._kind_of_output(func, inputs))
                 fresh += 1
-        self.note()
+        scratch = _SCRATCH.get(func.overloadpacket)
+        self.note(0 if scratch is None else scratch(*args))
         self._count(func, args, kwargs, inputs, outputs, result, fresh=fresh)
         return result
 
@@ -167,6 +174,11 @@ def _attention_backward(
 ) -> int:
     return int(2.5 * sdpa_flop(query.shape, key.shape, value.shape))  # five products instead of two
 
+
+#: Bytes that kernels take inside, which no dispatched operation shows. Convolutions bring their weights into other layouts.
+_SCRATCH: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.convolution_backward: lambda grad, inputs, weight, *rest: 4 * weight.numel() * weight.element_size(),
+}
 
 #: The CPU's attention, which torch has no formula for.
 _MORE_FORMULAS: dict[Any, Callable[..., int]] = {

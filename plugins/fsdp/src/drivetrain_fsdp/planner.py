@@ -27,7 +27,7 @@ class FSDPPlanner(ShardingPlanner):
 
     def propose(self, profile: ModelProfile, hardware: Hardware, request: TrainingRequest) -> Iterable[ShardingPlan]:
         """Each strategy, micro-batch and recomputation; with accumulation also with gradients that are reduced at each micro-batch."""
-        if hardware.devices < 2:
+        if hardware.devices < 2 or _mixes_dtypes(profile):
             return
         for layout in _layouts(profile, hardware, offload=request.offload):
             for recompute in request.recompute:
@@ -76,3 +76,9 @@ def _layouts(profile: ModelProfile, hardware: Hardware, *, offload: bool) -> Ite
                     gather_copies=1.0 if shards > 1 else 0.0,
                     sync_each_batch=each_batch,
                 )
+
+
+def _mixes_dtypes(profile: ModelProfile) -> bool:
+    """Whether a unit trains parameters of two dtypes, which `fully_shard` refuses."""
+    sizes = {(p.unit, p.itemsize) for p in profile.parameters if p.trainable}
+    return len(sizes) > len({unit for unit, _ in sizes})
