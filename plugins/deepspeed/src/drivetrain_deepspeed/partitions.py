@@ -230,13 +230,14 @@ class Stage3(Partition):
     def refresh(self) -> None:
         """As after a step: ranges that forward uses follow, and those that stay gathered are gathered again."""
         zero = self.zero
-        if not self.trains:
-            return
-        for number, _ in enumerate(zero.fp16_groups):
-            zero._reassign_or_swap_out_partitioned_parameters(number)
-        if zero.persistent_parameters:
-            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-        zero.invalidate_secondary_tensor()
+        offload = zero.parameter_offload if self.trains else zero
+        offload.partition_all_parameters()  # what is whole now is whole with old values
+        if self.trains:
+            for number, _ in enumerate(zero.fp16_groups):
+                zero._reassign_or_swap_out_partitioned_parameters(number)
+            zero.invalidate_secondary_tensor()
+        if offload.persistent_parameters:
+            offload.persistent_parameters[0].all_gather(offload.persistent_parameters)
 
     def whole(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Gathered on every process."""
