@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from drivetrain.memory.planning import format_bytes, format_seconds
@@ -12,7 +15,7 @@ if TYPE_CHECKING:
     from drivetrain.interfaces import ShardingPlan
     from drivetrain.memory import PlanReport
 
-__all__ = ["render"]
+__all__ = ["render", "settings_of"]
 
 #: Character and colour of each category's part of a bar.
 _BARS = {
@@ -113,10 +116,11 @@ def _winner(report: PlanReport, console: Console) -> None:
     for note in best.notes:
         console.print(note)
     console.print(f"\nIn the configuration file, with micro-batches of {best.micro_batch} samples per device:\n")
-    console.print(_settings(report, best), markup=False)
+    console.print(textwrap.indent(settings_of(report, best), "  "), markup=False, soft_wrap=True)
 
 
-def _settings(report: PlanReport, plan: ShardingPlan) -> str:
+def settings_of(report: PlanReport, plan: ShardingPlan) -> str:
+    """What a configuration file says to train so."""
     lines = [f'backend = "{plan.backend}"', f'mixed_precision = "{report.profile.precision}"']
     if plan.accumulation > 1:
         lines.append(f"gradient_accumulation_steps = {plan.accumulation}")
@@ -127,9 +131,16 @@ def _settings(report: PlanReport, plan: ShardingPlan) -> str:
         lines += ["", "[activation_checkpointing]", *(_toml(k, v) for k, v in ({"every": 1} | dict(settings)).items())]
     if plan.options:
         lines += ["", f"[{plan.backend}]", *(_toml(k, v) for k, v in plan.options.items())]
-    return "\n".join(f"  {line}".rstrip() for line in lines)
+    return "\n".join(lines)
 
 
 def _toml(name: str, value: object) -> str:
-    text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
-    return f"{name} = {text}"
+    return f"{name} = {_value(value)}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(_toml(k, v) for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return json.dumps(value) if isinstance(value, str | bool) else str(value)

@@ -13,6 +13,7 @@ import click
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from drivetrain.interfaces import ShardingPlan
     from drivetrain.memory import Hardware, ModelProfile, PlanReport
 
 __all__ = ["plan"]
@@ -63,6 +64,11 @@ Examples:
     help="Share of the memory to leave free.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write what was chosen: settings for drivetrain.toml if the name ends in .toml, else what the backend's own library takes.",
+)
 def plan(**given: Any) -> None:
     """Predict memory, communication and time of a training, and choose how to divide it.
 
@@ -85,6 +91,26 @@ def plan(**given: Any) -> None:
         _show(report)
     if report.best is None:
         click.get_current_context().exit(1)
+    elif given["output"]:
+        _write(given["output"], report, report.best)
+
+
+def _write(path: Path, report: PlanReport, best: ShardingPlan) -> None:
+    from drivetrain._plugins import get_registry
+    from drivetrain.cli._plan_text import settings_of
+
+    if path.suffix == ".toml":
+        text: str | None = settings_of(report, best) + "\n"
+    else:
+        registry = get_registry()
+        specs = registry.specs("sharding-planner").values()
+        spec = next(s for s in specs if s.backend == best.backend)
+        text = registry.load("sharding-planner", spec.name)(spec).document(best)
+    if text is None:
+        raise ConfigurationError(
+            f"--output {path}: the backend {best.backend!r} has no file of its own. Give a name that ends in .toml, for settings of Drivetrain."
+        )
+    path.write_text(text, encoding="utf-8")
 
 
 def _show(report: PlanReport) -> None:

@@ -155,3 +155,7 @@ class ShardingPlanner:
             request: What is to be trained, and what may be changed.
         """
         raise NotImplementedError
+
+    def document(self, plan: ShardingPlan) -> str | None:
+        """One of its plans as the backend's own library takes it, for ``drivetrain plan --output``; None where that has no such file."""
+        return None

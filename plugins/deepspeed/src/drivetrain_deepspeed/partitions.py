@@ -45,8 +45,9 @@ class Partition:
         template = self.read(parameter)
         if not isinstance(template, Shards):
             return torch.zeros_like(template) if values is None else values
-        flat = template.flat().new_zeros(template.flat().numel()) if values is None else values.reshape(-1)
-        taken = iter(flat.split([block.values.numel() for block in template.blocks]))
+        counts = [block.values.numel() for block in template.blocks]
+        flat = torch.zeros(sum(counts), device=template.device) if values is None else values.reshape(-1)
+        taken = iter(flat[: sum(counts)].split(counts))  # the last process's range is padded
         return template.like(lambda _, sizes: next(taken).view(sizes))
 
     def write(self, parameter: Any, value: Any, buffer_value: torch.Tensor | None = None) -> None:
@@ -229,13 +230,14 @@ class Stage3(Partition):
     def refresh(self) -> None:
         """As after a step: ranges that forward uses follow, and those that stay gathered are gathered again."""
         zero = self.zero
-        if not self.trains:
-            return
-        for number, _ in enumerate(zero.fp16_groups):
-            zero._reassign_or_swap_out_partitioned_parameters(number)
-        if zero.persistent_parameters:
-            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-        zero.invalidate_secondary_tensor()
+        offload = zero.parameter_offload if self.trains else zero
+        offload.partition_all_parameters()  # what is whole now is whole with old values
+        if self.trains:
+            for number, _ in enumerate(zero.fp16_groups):
+                zero._reassign_or_swap_out_partitioned_parameters(number)
+            zero.invalidate_secondary_tensor()
+        if offload.persistent_parameters:
+            offload.persistent_parameters[0].all_gather(offload.persistent_parameters)
 
     def whole(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Gathered on every process."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from drivetrain.hookspecs import hookimpl
-from drivetrain.specs import BackendSpec, Capability, ClusterSpec
+from drivetrain.specs import BackendSpec, Capability, ClusterSpec, ShardingPlannerSpec
 
 DRIVETRAIN_API = 1
 
@@ -62,3 +62,16 @@ def drivetrain_register_clusters() -> Iterable[ClusterSpec]:
 def drivetrain_register_backends() -> Iterable[BackendSpec]:
     """Offer it; it is used when it is asked for."""
     return [DEEPSPEED]
+
+
+@hookimpl
+def drivetrain_register_sharding_planners() -> Iterable[ShardingPlannerSpec]:
+    """Offer plans for it."""
+    return [
+        ShardingPlannerSpec(
+            name="deepspeed",
+            summary="ZeRO stages 0 to 3, with and without the CPU's memory",
+            target="drivetrain_deepspeed.planner:DeepSpeedPlanner",
+            backend="deepspeed",
+        )
+    ]
