@@ -1,5 +1,7 @@
 """A checkpoint of any backend at any world size is read by any other: weights, optimizer, and the next step are those of plain PyTorch."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -17,6 +19,17 @@ LAYOUTS = {
     "replicas-2": (2, {"fsdp": {"sharding_strategy": "NO_SHARD"}}),
     "cpu-offload-2": (2, {"fsdp": {"cpu_offload": True, "min_num_params": 60}}),
 }
+#: ZeRO stages; they are read by, and read, a choice of the others. With ``full``, all of them.
+STAGES = {
+    "zero-1-3": (3, {"deepspeed": {"zero_stage": 1}}),
+    "zero-2-2": (2, {"deepspeed": {"zero_stage": 2, "offload_optimizer_device": "cpu"}}),
+    "zero-3-2": (2, {"deepspeed": {"zero_stage": 3}}),
+    "zero-3-1": (1, {"deepspeed": {"zero_stage": 3, "offload_optimizer_device": "cpu"}}),
+    "zero-0-2": (2, {"deepspeed": {"zero_stage": 0}}),
+}
+if importlib.util.find_spec("drivetrain_deepspeed") is None:
+    STAGES = {}
+CHOSEN = ("single", "ddp-3", "fsdp-2", "zero-1-3", "zero-2-2", "zero-3-2")
 
 
 class Tied(torch.nn.Module):
@@ -56,6 +69,11 @@ def start(settings):
     fsdp = settings.pop("fsdp", None)
     if fsdp is not None:
         settings["fsdp_plugin"] = FullyShardedDataParallelPlugin(**fsdp)
+    stages = settings.pop("deepspeed", None)
+    if stages is not None:
+        from drivetrain import DeepSpeedPlugin
+
+        settings["deepspeed_plugin"] = DeepSpeedPlugin(**stages)
     accelerator = Accelerator(cpu=True, **settings)
     return accelerator, *accelerator.prepare(*make())
 
@@ -116,11 +134,32 @@ def same(ours, theirs, who):
 
 @pytest.mark.parametrize("saver", LAYOUTS)
 def test_every_other_layout_reads_it(workers, tmp_path, saver):
-    directory = str(tmp_path / "checkpoint")
-    world, settings = LAYOUTS[saver]
+    check(workers, str(tmp_path / "checkpoint"), saver, LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    "saver",
+    [
+        pytest.param(name, marks=() if name in CHOSEN else pytest.mark.full)
+        for name in (*(LAYOUTS if STAGES else ()), *STAGES)
+    ],
+)
+def test_zero_stages_read_and_are_read(workers, tmp_path, saver):
+    loaders = CHOSEN if saver in STAGES else [name for name in CHOSEN if name in STAGES]
+    check(workers, str(tmp_path / "checkpoint"), saver, {name: {**LAYOUTS, **STAGES}[name] for name in loaders})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("saver", STAGES)
+def test_all_read_zero_stages(workers, tmp_path, saver):
+    check(workers, str(tmp_path / "checkpoint"), saver, {**LAYOUTS, **STAGES})
+
+
+def check(workers, directory, saver, loaders):
+    world, settings = {**LAYOUTS, **STAGES}[saver]
     workers(world).run(save, settings, directory)
     saved, next_one = plain(2), plain(3)
-    for loader, (size, options) in LAYOUTS.items():
+    for loader, (size, options) in loaders.items():
         for rank, (loaded, after) in enumerate(workers(size).run(load, options, directory)):
             who = f"{saver} saved, rank {rank} of {loader} loaded"
             same(loaded, saved, who)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 
 from drivetrain import Accelerator
 from drivetrain.errors import ConfigurationError, NotPreparedError, UnsupportedError
@@ -95,7 +95,10 @@ def test_stages_offload_and_optimizers(workers: Workers, settings: dict[str, Any
     case = Case(**given, accelerator={"mixed_precision": "bf16" if autocast else "no"})
     expected = reference(case, 2, autocast=torch.bfloat16 if autocast else None)
     for result in workers(2).run(run_training, plugin, case):
-        assert result.largest_difference(expected) < (5e-2 if autocast else 5e-6)
+        if autocast:
+            assert result.losses == pytest.approx(expected.losses, abs=5e-2)
+        else:
+            assert result.largest_difference(expected) < 5e-6
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -132,12 +135,7 @@ def overflow(stage: int) -> dict[str, Any]:
     return found
 
 
-# -- one process, where no launcher set a variable ---------------------------------------------------------------------------
-
-
-@pytest.fixture(params=[0, 1, 2, 3])
-def stage(request: pytest.FixtureRequest) -> Any:
-    return request.param
+# -- several losses, several engines ----------------------------------------------------------------------------------------
 
 
 def plain_step(model: Any, optimizer: Any, loss: torch.Tensor) -> None:
@@ -236,9 +234,7 @@ _DOCUMENT: dict[str, Any] = {
 
 
 def configured(stage: int, placeholder: bool) -> dict[str, Any]:
-    """On a rank: four steps with an optimizer and a scheduler from the configuration, a checkpoint in the middle."""
-    import tempfile
-
+    """On a rank: four steps with an optimizer and a scheduler from the configuration."""
     document = {**copy.deepcopy(_DOCUMENT), "zero_optimization": {"stage": stage}}
     document["scheduler"]["params"]["warmup_max_lr"] = 0.02
     if not placeholder:
@@ -258,10 +254,6 @@ def configured(stage: int, placeholder: bool) -> dict[str, Any]:
             if scheduler is not None:
                 scheduler.step()
             optimizer.zero_grad()
-    with tempfile.TemporaryDirectory() as folder:
-        folder = (
-            accelerator.broadcast_object_list([folder])[0] if hasattr(accelerator, "broadcast_object_list") else folder
-        )
     facts = {"rates": rates, "class": type(optimizer.optimizer).__name__, "weights": weights(accelerator, model)}
     accelerator.end_training()
     return facts
@@ -276,5 +268,114 @@ def test_optimizer_and_scheduler_of_the_configuration(workers: Workers, placehol
             assert facts["class"] == "AdamW"
             assert facts["rates"] == by_stage[0][0]["rates"]
             assert facts["rates"][0::2] == facts["rates"][1::2], "the rate changed within a window"
-            assert len(set(facts["rates"])) > 3
+            assert facts["rates"][::2] == [0.0, 0.0, 0.005, 0.01]  # DeepSpeed's own warm-up, which begins twice
             assert differ(facts["weights"], by_stage[0][0]["weights"]) < 1e-5
+
+
+# -- one process, where no launcher set a variable ---------------------------------------------------------------------------
+
+
+def refused(things: list[Any], plugin: dict[str, Any], error: type[Exception], words: str, **settings: Any) -> None:
+    accelerator = make(**plugin, **settings)
+    try:
+        with pytest.raises(error, match=words):
+            accelerator.prepare(*things)
+    finally:
+        accelerator.end_training()
+
+
+def test_what_cannot_be_an_engine_is_refused() -> None:
+    """Models without their optimizers, optimizers of several models, and what DeepSpeed gets wrong."""
+    a, b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    sgd = torch.optim.SGD(a.parameters(), lr=0.1)
+    refused([b, sgd], {}, NotPreparedError, "in this prepare")
+    both = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
+    refused([a, b, both], {}, UnsupportedError, "2 models")
+    refused([a, sgd, torch.optim.SGD(a.parameters(), lr=0.1)], {}, UnsupportedError, "several optimizers")
+    for section, words in (
+        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size"),
+        ({"zero_optimization": {"stage": 1, "overlap_comm": True}}, "overlap_comm"),
+    ):
+        document = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 1, **section}
+        refused([a, sgd], {"hf_ds_config": document}, UnsupportedError, words)
+    with pytest.raises(UnsupportedError, match="fp16"):
+        make(mixed_precision="fp16")
+
+
+def test_a_model_without_an_optimizer() -> None:
+    """Is evaluated; its loss has no engine that could run backward."""
+    for stage in (1, 3):
+        accelerator = make(zero_stage=stage, mixed_precision="bf16")
+        model = accelerator.prepare(make_model())
+        out = model(BATCH["x"])
+        assert out.dtype is torch.float32
+        torch.testing.assert_close(out, make_model()(BATCH["x"]), atol=5e-2, rtol=5e-2)
+        assert accelerator.get_state_dict(model)["0.weight"].shape == (16, 6)
+        with pytest.raises(NotPreparedError, match="together with their optimizer"):
+            accelerator.backward(out.mean())
+        accelerator.end_training()
+
+
+def test_clipping_that_contradicts_the_configuration() -> None:
+    """One norm: the configuration's, or the script's. Parts of the parameters can't be clipped."""
+    accelerator = make(zero_stage=2, gradient_clipping=0.5)
+    inner = make_model()
+    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=1.0))
+    before = weights(accelerator, model)
+    accelerator.backward(cross_entropy(model(BATCH["x"]), BATCH["y"]) * 10)
+    with pytest.raises(ConfigurationError, match=r"max_norm=1 .* gradient_clipping=0.5"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(UnsupportedError, match="all of them"):
+        accelerator.clip_grad_norm_(next(iter(model.parameters())), 0.5)
+    assert float(accelerator.clip_grad_norm_(model.parameters(), float("inf"))) > 0.5
+    optimizer.step()
+    moved = torch.cat([(before[n] - w).flatten() for n, w in weights(accelerator, model).items()])
+    assert float(moved.norm()) == pytest.approx(
+        0.5, rel=1e-4
+    )  # the configuration's holds where the script doesn't clip
+    accelerator.end_training()
+
+
+def test_an_optimizer_that_comes_with_a_state() -> None:
+    """It goes on: momentum is cut like the parameters."""
+    for stage in range(4):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
+        plain_step(model, optimizer, cross_entropy(model(BATCH["x"]), BATCH["y"]))
+        twin = copy.deepcopy(model)
+        other = torch.optim.AdamW(twin.parameters(), lr=0.02, eps=1e-2)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        plain_step(twin, other, cross_entropy(twin(BATCH["x"]), BATCH["y"]))
+        accelerator = make(zero_stage=stage)
+        prepared, stepped = accelerator.prepare(model, optimizer)
+        accelerator.backward(cross_entropy(prepared(BATCH["x"]), BATCH["y"]))
+        stepped.step()
+        assert differ(weights(accelerator, prepared), dict(twin.state_dict())) < 1e-6, stage
+        accelerator.end_training()
+
+
+def from_nothing(empty: bool) -> dict[str, torch.Tensor]:
+    """On a rank: a model that is made whole, or without values, then trained for a step."""
+    from drivetrain import init_empty_weights
+
+    accelerator = make(zero_stage=3)
+    torch.manual_seed(4)
+    if empty:
+        with init_empty_weights():
+            inner: Any = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+    else:
+        inner = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    batch = rows(accelerator)
+    accelerator.backward(cross_entropy(model(batch["x"]), batch["y"]))
+    optimizer.step()
+    result = weights(accelerator, model)
+    accelerator.end_training()
+    return result
+
+
+def test_a_model_without_values_at_stage_3(workers: Workers) -> None:
+    """Is filled module by module, and equals one that was made whole with the same seed."""
+    whole_one, filled = workers(2).run(from_nothing, False), workers(2).run(from_nothing, True)
+    for a, b in zip(whole_one, filled, strict=True):
+        assert differ(a, b) < 1e-7

@@ -109,10 +109,10 @@ class Builder:
         groups = [list(g["params"]) for g in optimizer.param_groups] if is_client else []
         carried = _take_state(model, optimizer) if is_client else None
         self._ready(model, config)
-        masters = [
-            p.detach().to(backend.device, torch.float32, copy=True) for g in groups for p in g if p.requires_grad
-        ]
-        masters = masters if stage == 0 and self.precision.is_low else []
+        masters: list[torch.Tensor] = []
+        if stage == 0 and self.precision.is_low and not _autocasts(config):
+            trained = [p.detach() for g in groups for p in g if p.requires_grad]
+            masters = [p.to(backend.device, torch.float32, copy=True) for p in trained]
         engine, _, _, _ = deepspeed.initialize(
             model=model,
             optimizer=optimizer if is_client else None,

@@ -40,12 +40,8 @@ def fill(model: torch.nn.Module, device: torch.device, config: dict[str, Any]) -
     unknown = sorted({type(m).__name__ for m in owners if not functions[id(m)]})
     if unknown:
         _refuse(unknown)
-    places: dict[int, torch.nn.Parameter] = {}
     for module in owners:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in places:  # tied to one that is filled
-                module._parameters[name] = places[id(parameter)]
-        _fill_module(module, functions[id(module)], device, config, places)
+        _fill_module(module, functions[id(module)], device, config)
 
 
 def _refuse(classes: list[str]) -> None:
@@ -60,13 +56,12 @@ def _fill_module(
     functions: list[Callable[[torch.nn.Module], Any]],
     device: torch.device,
     config: dict[str, Any],
-    places: dict[int, torch.nn.Parameter],
 ) -> None:
     empty = {n: p for n, p in module._parameters.items() if p is not None and p.is_meta}
-    for name, old in empty.items():
+    for old in empty.values():
         data = torch.full(old.shape, float("nan"), dtype=old.dtype, device=device)
-        new = torch.nn.Parameter(data, requires_grad=old.requires_grad)
-        module._parameters[name] = places[id(old)] = new
+        # The same object with values: optimizers hold it, and modules that are tied to this one.
+        torch.utils.swap_tensors(old, torch.nn.Parameter(data, requires_grad=old.requires_grad))
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[name] = torch.zeros_like(buffer, device=device)
@@ -79,7 +74,7 @@ def _fill_module(
         if empty:
             _refuse([type(module).__name__])
     for name in empty:
-        torch.distributed.broadcast(module._parameters[name].data, src=0)  # type: ignore[union-attr]
+        torch.distributed.broadcast(module._parameters[name].detach(), src=0)  # type: ignore[union-attr]
     if empty:
         holder = torch.nn.Module()  # `Init` takes a module with all that is below it
         holder._parameters.update({n: module._parameters[n] for n in empty})

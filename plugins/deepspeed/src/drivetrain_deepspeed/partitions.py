@@ -45,8 +45,9 @@ class Partition:
         template = self.read(parameter)
         if not isinstance(template, Shards):
             return torch.zeros_like(template) if values is None else values
-        flat = template.flat().new_zeros(template.flat().numel()) if values is None else values.reshape(-1)
-        taken = iter(flat.split([block.values.numel() for block in template.blocks]))
+        counts = [block.values.numel() for block in template.blocks]
+        flat = torch.zeros(sum(counts), device=template.device) if values is None else values.reshape(-1)
+        taken = iter(flat[: sum(counts)].split(counts))  # the last process's range is padded
         return template.like(lambda _, sizes: next(taken).view(sizes))
 
     def write(self, parameter: Any, value: Any, buffer_value: torch.Tensor | None = None) -> None:

@@ -97,7 +97,9 @@ def optimizer_state(engine: Engine, names: Mapping[int, str]) -> dict[str, Any]:
         {**{k: v for k, v in g.items() if k != "params"}, "params": [names[id(p)] for p in parameters]}
         for g, parameters in zip(inner.param_groups, engine.groups, strict=True)
     ]
-    return {"state": state, "param_groups": groups}
+    stepped = engine.engine.lr_scheduler  # one that the engine steps; schedulers of the script are saved by themselves
+    more = {} if stepped is None else {"scheduler": stepped.state_dict()}
+    return {**more, "state": state, "param_groups": groups}
 
 
 def _is_alike(value: Any, buffer: torch.Tensor) -> bool:
@@ -129,6 +131,8 @@ def load_optimizer_state(engine: Engine, names: Mapping[int, str], state: Mappin
     for buffer, parameters in partition.buffers():
         _load_buffer(inner, partition, buffer, {names[id(p)]: p for p in parameters}, state["state"])
     partition.link()
+    if engine.engine.lr_scheduler is not None and "scheduler" in state:
+        engine.engine.lr_scheduler.load_state_dict(state["scheduler"])
 
 
 def _load_buffer(
