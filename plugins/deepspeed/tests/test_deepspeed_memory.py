@@ -63,10 +63,10 @@ def document(stage, rows):
 
 def measured(family, stage, rows, steps, optimizer):
     """The smaller peak of two steps after the first one."""
-    gc.collect()
-    before = mapped_bytes()
     plugin = DeepSpeedPlugin(hf_ds_config=document(stage, rows))
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, deepspeed_plugin=plugin)
+    gc.collect()
+    before = mapped_bytes()  # DeepSpeed is imported
     torch.manual_seed(0)
     model = MODELS[family]()
     model, optimizer = accelerator.prepare(

@@ -78,7 +78,7 @@ def use_aliases(config: dict[str, Any], place: str) -> None:
     Raises:
         ConfigurationError: If both are there.
     """
-    zero = config.get(_ZERO)
+    zero: Any = config.get(_ZERO)
     for name, field in section_model(_ZERO).model_fields.items() if isinstance(zero, dict) else ():
         if field.alias and name in zero:
             if field.alias in zero:
