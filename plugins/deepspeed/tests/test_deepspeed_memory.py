@@ -22,21 +22,16 @@ pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 BUCKET = 100_000
 SIZES = Sizes(bucket=BUCKET, prefetch=BUCKET, persistent=1000, live=2 * BUCKET)
+FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 MAPPED = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "1000000"}
 
 
-class _MallInfo(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
-        )
-    ]  # fmt: skip
-
-
 def mapped_bytes():
+    class MallInfo(ctypes.Structure):  # made where it is used: ranks get this function, and a structure can't be sent
+        _fields_ = [(name, ctypes.c_size_t) for name in FIELDS.split()]
+
     library = ctypes.CDLL("libc.so.6")
-    library.mallinfo2.restype = _MallInfo
+    library.mallinfo2.restype = MallInfo
     return library.mallinfo2().hblkhd
 
 

@@ -78,8 +78,10 @@ def use_aliases(config: dict[str, Any], place: str) -> None:
     Raises:
         ConfigurationError: If both are there.
     """
-    zero: Any = config.get(_ZERO)
-    for name, field in section_model(_ZERO).model_fields.items() if isinstance(zero, dict) else ():
+    zero = config.get(_ZERO)
+    if not isinstance(zero, dict):
+        return
+    for name, field in section_model(_ZERO).model_fields.items():
         if field.alias and name in zero:
             if field.alias in zero:
                 raise ConfigurationError(
