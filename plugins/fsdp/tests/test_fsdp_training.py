@@ -330,6 +330,38 @@ def test_a_window_goes_on_elsewhere(workers, tmp_path, loader, sync_each_batch):
         same(weights, expected)
 
 
+@pytest.mark.parametrize("sync_each_batch", [False, True])
+def test_a_load_inside_an_open_window_drops_its_gradients(ranks, tmp_path, sync_each_batch):
+    def run(directory, disturb):
+        options = settings(accumulation=3, sync_each_batch=sync_each_batch, transformer_cls_names_to_wrap=["Linear"])
+        accelerator = Accelerator(**options, mixed_precision="bf16")
+        model = make_model()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        batch = rows(accelerator)
+
+        def window():
+            for _ in range(3):
+                with accelerator.accumulate(model):
+                    step(accelerator, model, optimizer)
+
+        window()
+        accelerator.save_state(directory)
+        if disturb:
+            window()
+            for _ in range(2):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch["x"]).float().pow(2).mean() * 100, weight=7)
+            accelerator.load_state(directory)
+        window()
+        weights = whole(accelerator.backend.model_state(model))
+        accelerator.end_training()
+        return weights
+
+    disturbed = ranks.run(run, str(tmp_path / "a"), True)
+    for ours, theirs in zip(disturbed, ranks.run(run, str(tmp_path / "b"), False), strict=True):
+        same(ours, theirs)
+
+
 # -- precision -------------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,13 @@ FSDP = BackendSpec(
     target="drivetrain_fsdp.backend:FSDPBackend",
     options="drivetrain_fsdp.options:FullyShardedDataParallelPlugin",
     accepts=("fsdp_plugin",),
-    exports=("FullyShardedDataParallelPlugin",),
+    exports=(
+        "FullyShardedDataParallelPlugin",
+        *(
+            f"{name}=drivetrain_fsdp.saving:{name}"
+            for name in ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
+        ),
+    ),
     distributed_type="FSDP",
     capabilities=frozenset(
         {
