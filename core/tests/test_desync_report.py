@@ -257,7 +257,7 @@ def test_what_ranks_left_is_read_back(tmp_path):
         notes.mark("backward", 1)
         notes.stepped(3)
         file.write(memory)
-    later = _marks.read(bytes(memory)).marks[-1].time + 1
+    later = notes.when + 1
     recorded = {
         "group": "0",
         "number": 7,
@@ -268,7 +268,9 @@ def test_what_ranks_left_is_read_back(tmp_path):
         "sizes": [[2, 3]],
     }
     recorded |= {"dtypes": ["Float"], "waiting": True, "description": "default_pg", "p2p": False}
-    (tmp_path / "start-0-rank-1.json.flight").write_text(json.dumps({"groups": {"0": [0, 1]}, "entries": [recorded]}))
+    (tmp_path / "start-0-rank-1.json.flight").write_text(
+        json.dumps({"groups": {"0": [0, 1]}, "entries": [recorded], "step": [notes.step, notes.when]})
+    )
     evidence = collect({1: error_file}, [1], seconds=0.1)[1]
     (entry,) = evidence.recorded
     assert (entry.step, entry.size, entry.waiting) == (3, "[2, 3] float", True)
