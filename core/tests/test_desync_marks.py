@@ -7,7 +7,6 @@ import mmap
 import os
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -27,19 +26,19 @@ def test_a_note_has_time_step_place_and_micro_batch():
     before = time.time_ns()
     notes.mark("backward", 2)
     notes.stepped(7)
-    notes.mark("gather", numbered=False)
+    notes.mark("gather")
     here = sys._getframe().f_lineno - 1
     log = read(bytes(memory))
-    backward, step, gather = log.marks
-    assert before <= backward.time <= step.time <= gather.time <= time.time_ns()
+    backward, gather = log.marks
+    assert before <= backward.time <= gather.stepped <= gather.time <= time.time_ns()
     assert (backward.file, backward.line, backward.function) == (
         __file__,
         here - 2,
         "test_a_note_has_time_step_place_and_micro_batch",
     )
-    assert (backward.micro_batch, gather.micro_batch, gather.line, gather.numbered) == (2, None, here, False)
+    assert (backward.micro_batch, gather.micro_batch, gather.line) == (2, None, here)
     assert (backward.step, gather.step, log.step) == (0, 7, 7)
-    assert (log.step_at(before - 1), log.step_at(backward.time), log.step_at(gather.time)) == (None, 0, 7)
+    assert (log.step_at(before - 1), log.step_at(backward.time), log.step_at(gather.stepped)) == (None, 0, 7)
 
 
 def test_the_ring_keeps_the_latest_and_their_numbers():
@@ -52,21 +51,11 @@ def test_the_ring_keeps_the_latest_and_their_numbers():
     assert all(what == ("gather" if number % 2 else "reduce") for what, number, _ in found)
 
 
-def test_only_what_all_ranks_do_is_numbered():
-    memory = bytearray(SIZE)
-    notes = Marks(memory)
-    notes.mark("gather")
-    notes.mark("gather", numbered=False)
-    notes.stepped(1)
-    notes.mark("reduce")
-    assert [number for what, number, _ in kinds(memory) if what in ("gather", "reduce")] == [0, 1, 1]
-
-
 def test_places_without_room_are_left_out_and_nothing_else():
     memory = bytearray(SIZE)
     notes = Marks(memory)
     code = "\n" * 3 + "def f(notes):\n    notes.mark('gather')\n"
-    for i in range(100):
+    for i in range(100):  # each file's name is long
         space = {}
         exec(compile(code, f"/{'long' * 500}/{i}.py", "exec"), space)
         space["f"](notes)
@@ -86,19 +75,21 @@ def test_lines_of_libraries_are_passed_over():
         assert read(bytes(memory)).marks[-1].line == sys._getframe().f_lineno - 1
 
 
-def test_other_threads_are_not_noted():
+def test_lines_that_call_for_the_same_are_told_apart():
     memory = bytearray(SIZE)
     notes = Marks(memory)
-    thread = threading.Thread(target=lambda: (notes.mark("gather"), notes.stepped(3)))
-    thread.start()
-    thread.join()
-    assert kinds(memory) == []
+    first = sys._getframe().f_lineno + 2
+    for _ in range(2):
+        notes.mark("gather")
+        notes.mark("gather")
+        (lambda: notes.mark("gather"))()
+    assert [mark.line - first for mark in read(bytes(memory)).marks] == [0, 1, 2] * 2
 
 
 def test_a_dead_process_leaves_its_notes(tmp_path):
     file = _marks.marks_file(tmp_path / "rank.json")
     _marks.create(file)
-    assert read(file.read_bytes()) == _marks.MarkLog(0, ())
+    assert read(file.read_bytes()) == _marks.MarkLog(())
     script = "import os; from drivetrain._marks import marks; marks().mark('gather'); os.kill(os.getpid(), 9)"
     environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "rank.json")}
     assert subprocess.run([sys.executable, "-c", script], env=environment, check=False).returncode == -9

@@ -119,6 +119,29 @@ def test_gradients_that_differ(script):
     assert "a parameter or a layer is used, or frozen, on some ranks only" in text
 
 
+def test_a_step_without_a_collective_shows_where_the_steps_differ(script):
+    """Gradients of one step are averaged with those of the next, until the loop ends on one rank."""
+    late = [op(n, 3, "backward", time=10 * n, step=n, file=script) for n in (1, 2, 3, 4)]
+    early = [op(n, 3, "backward", time=10 * n, step=n + (n > 2), file=script) for n in (1, 2, 3)]
+    early.append(op(4, 11, "wait_for_everyone", time=40, step=5, operation="barrier", file=script))
+    text = text_of(Evidence(rank=0, recorded=tuple(late)), Evidence(rank=1, recorded=tuple(early)))
+    assert text.splitlines() == [
+        "drivetrain: the ranks parted at step 3:",
+        "  rank 0 did train.py:3 backward, at step 3, and stands at train.py:3 backward",
+        "  rank 1 did train.py:3 backward, at step 4, and stands at train.py:11 wait_for_everyone",
+        "  the last that they did together: train.py:3 backward, at step 2",
+        "  likely cause: rank 1 left out a collective that the others did at step 3, and was ahead of them from then on.",
+    ]
+
+
+def test_a_condition_under_which_both_have_been_is_not_about_the_rank(script):
+    gather = op(2, 5, "gather", time=20, operation="x", file=script)
+    first = op(1, 5, "gather", time=10, operation="x", file=script)
+    end = op(2, 11, "wait_for_everyone", time=20, operation="barrier", file=script)
+    text = text_of(Evidence(rank=0, recorded=(first, gather)), Evidence(rank=1, recorded=(first, end)))
+    assert "likely cause: rank 1 has left the loop" in text
+
+
 def test_a_rank_that_raised_while_others_wait(script):
     waiting = Evidence(rank=0, recorded=history(script, op(3, 3, "backward", time=30, file=script, waiting=True)))
     failure = RankFailure(rank=1, returncode=1, time=0.0, message="ValueError: no data", where=f"{script}:2 (main)")
@@ -234,7 +257,7 @@ def test_what_ranks_left_is_read_back(tmp_path):
         notes.mark("backward", 1)
         notes.stepped(3)
         file.write(memory)
-    later = _marks.read(bytes(memory)).marks[-1].time + 1
+    later = notes.when + 1
     recorded = {
         "group": "0",
         "number": 7,
@@ -245,7 +268,9 @@ def test_what_ranks_left_is_read_back(tmp_path):
         "sizes": [[2, 3]],
     }
     recorded |= {"dtypes": ["Float"], "waiting": True, "description": "default_pg", "p2p": False}
-    (tmp_path / "start-0-rank-1.json.flight").write_text(json.dumps({"groups": {"0": [0, 1]}, "entries": [recorded]}))
+    (tmp_path / "start-0-rank-1.json.flight").write_text(
+        json.dumps({"groups": {"0": [0, 1]}, "entries": [recorded], "step": [notes.step, notes.when]})
+    )
     evidence = collect({1: error_file}, [1], seconds=0.1)[1]
     (entry,) = evidence.recorded
     assert (entry.step, entry.size, entry.waiting) == (3, "[2, 3] float", True)

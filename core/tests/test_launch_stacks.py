@@ -84,6 +84,47 @@ def test_a_long_silence_shows_them_once(run, tmp_path):
     assert "in gather" in result.err and "in backward" in result.err
 
 
+#: Rank 0 gathers and waits, or goes on gathering; rank 1 never does.
+GATHER = """
+import os, pathlib, sys, time
+from drivetrain._marks import marks
+
+here = pathlib.Path(__file__).parent
+
+def gather():
+    marks().mark("gather")
+
+if os.environ["RANK"] == "0":
+    gather()
+(here / f"ready-{os.environ['RANK']}").touch()
+while not (here / "stop").exists():
+    time.sleep(0.05)
+    if os.environ["RANK"] == "0" and sys.argv[1] == "on":
+        gather()
+"""
+
+
+@pytest.mark.parametrize("goes", ["on", "nowhere"])
+def test_ranks_that_have_parted_and_stand_still_are_told_of(run, tmp_path, goes):
+    def ask():
+        os.kill(os.getpid(), signal.SIGUSR2)
+        time.sleep(2.5)
+        (tmp_path / "stop").touch()
+
+    thread = when_ready(tmp_path, 2, ask)
+    result = run(GATHER, 2, (goes,))
+    thread.join()
+    assert result.code == 0
+    if goes == "on":
+        assert "the ranks parted" not in result.err
+    else:
+        assert "drivetrain: the ranks parted at step 0:" in result.err
+        assert re.search(r"^  rank 0 waits at \S+script\.py:8 gather$", result.err, re.MULTILINE)
+        assert re.search(
+            r"^  rank 1 is at \S+script\.py:14 \(<module>\); it has done no collective$", result.err, re.MULTILINE
+        )
+
+
 def test_a_failure_says_where_the_others_were(run):
     script = (
         "import os, time\n"

@@ -1,7 +1,7 @@
 """What a rank is doing, written where its launcher can read it at any time, also when the rank is stuck in native code or dead.
 
-`drivetrain launch` lays a file of fixed size beside each rank's error file. The rank maps it and notes there each collective of this package,
-each backward and each optimizer step: when, at which step and micro-batch, and at which line of the user's code. A note is one packed write
+`drivetrain launch` lays a file of fixed size beside each rank's error file. The rank maps it and notes there each collective of this package over all
+ranks and each backward: when, after how many optimizer steps, at which micro-batch, and at which line of the user's code. A note is one packed write
 into memory, about a microsecond; names and places are written once and referred to by number. Without such a file (one process, another
 launcher) nothing is noted. Imports no torch.
 
@@ -16,11 +16,10 @@ import mmap
 import os
 import struct
 import sys
-from _thread import get_ident
 from collections.abc import Iterator
 from pathlib import Path
 from time import time_ns
-from types import FrameType
+from types import CodeType
 from typing import Any, NamedTuple
 
 from drivetrain._places import is_users
@@ -29,7 +28,7 @@ __all__ = ["Mark", "MarkLog", "Marks", "create", "marks", "marks_file", "read"]
 
 SLOTS = 512
 _MAGIC = b"DTMARKS1"
-_RECORD = struct.Struct("<QQQQHHHH")  # time, count, number, step, what, place, micro-batch, whether it is numbered
+_RECORD = struct.Struct("<QQQQHHH")  # time, number, step, when that ended, what, place, micro-batch
 _RECORD_SIZE = _RECORD.size
 _START = 64
 _TEXT = _START + SLOTS * _RECORD.size
@@ -45,52 +44,52 @@ class Mark(NamedTuple):
 
     Args:
         time: Nanoseconds since the epoch.
-        number: How many numbered notes came before: equal on all ranks for what they do together.
+        number: How many notes came before: equal on all ranks for what they do together.
         step: Optimizer steps so far.
+        stepped: When the last of them ended, nanoseconds since the epoch.
         what: "gather", "backward".
-        file, line, function: Where in the user's code; "" and 0 where that wasn't looked for.
+        file, line, function: Where in the user's code.
         micro_batch: Place in the accumulation window, or None.
-        numbered: Whether all ranks do this together.
     """
 
     time: int
     number: int
     step: int
+    stepped: int
     what: str
     file: str = ""
     line: int = 0
     function: str = ""
     micro_batch: int | None = None
-    numbered: bool = True
 
 
 class MarkLog(NamedTuple):
     """The latest notes of a rank, oldest first.
 
     Args:
-        step: Optimizer steps so far.
         marks: At most `SLOTS`.
+        step: Optimizer steps so far, if there have been more than the last note knows.
+        stepped: When the last of them ended.
     """
 
-    step: int
     marks: tuple[Mark, ...]
+    step: int = 0
+    stepped: int = 0
 
     def step_at(self, nanoseconds: int) -> int | None:
         """The number of optimizer steps at a moment; None for one before the oldest note."""
-        step = None
-        for mark in self.marks:
-            if mark.time > nanoseconds:
-                break
-            step = mark.step
-        return step
+        if not self.marks or nanoseconds < self.marks[0].time:
+            return None
+        steps = [(mark.stepped, mark.step) for mark in self.marks] + [(self.stepped, self.step)]
+        return max((step for when, step in steps if when <= nanoseconds), default=None)
 
     def before(self, nanoseconds: int) -> Mark | None:
-        """The latest note before a moment that has a place in the user's code."""
-        return next((mark for mark in reversed(self.marks) if mark.file and mark.time <= nanoseconds), None)
+        """The latest note before a moment."""
+        return next((mark for mark in reversed(self.marks) if mark.time <= nanoseconds), None)
 
 
 class Marks:
-    """Writes the notes of this process.
+    """Writes the notes of this process, on the thread that trains.
 
     Args:
         buffer: Memory of `SIZE` bytes.
@@ -103,90 +102,64 @@ class Marks:
         [('gather', 0, 1)]
     """
 
-    __slots__ = ("_buffer", "_count", "_depths", "_files", "_ids", "_numbered", "_owner", "_text", "step")
+    __slots__ = ("_buffer", "_count", "_files", "_ids", "_sites", "_text", "step", "when")
 
     def __init__(self, buffer: Any) -> None:
         self._buffer = buffer
-        self._owner = get_ident()
-        self._count = self._numbered = self._text = 0
-        #: Optimizer steps so far.
-        self.step = 0
+        self._count = self._text = 0
+        #: Optimizer steps so far, and when the last of them ended.
+        self.step = self.when = 0
         self._ids: dict[str, int] = {}
-        self._depths: dict[str, int] = {}
-        #: By file: the numbers of its lines that were noted, or None if it isn't the user's.
-        self._files: dict[str, dict[int, int] | None] = {Marks.mark.__code__.co_filename: None}
+        #: By what is noted, where it was called the last time: depth, code and instruction, and their numbers in the notes.
+        self._sites: dict[str, tuple[int, CodeType | None, int, int, int]] = {}
+        self._files: dict[str, bool] = {}
         buffer[: len(_MAGIC)] = _MAGIC
 
-    def mark(self, what: str, micro_batch: int = NO_MICRO_BATCH, numbered: bool = True) -> None:
-        """Note what is about to begin, and the line of the user's code that calls for it. Other threads' work isn't noted.
+    def mark(self, what: str, micro_batch: int = NO_MICRO_BATCH) -> None:
+        """Note what all ranks are about to do together, and the line of the user's code that calls for it.
 
-        Written for speed: this is what each collective pays.
+        Written for speed: this is what each collective pays. Mostly it is called from where it was the last time, which is seen without a
+        look at the frames between.
 
         Args:
             what: Its name, one of a few.
             micro_batch: Place in the accumulation window.
-            numbered: Whether all ranks do this together, in the same order.
         """
-        if get_ident() != self._owner:
-            return
-        files = self._files
-        try:  # as deep as the last time, mostly: each frame that is looked at costs
-            depth = self._depths[what]
+        try:
+            depth, code, instruction, name, place = self._sites[what]
             frame = getframe(depth)
-            lines = files[frame.f_code.co_filename]
-            if lines is None or files[getframe(depth - 1).f_code.co_filename] is not None:
-                frame, lines = self._find(what)
+            if frame.f_code is not code or frame.f_lasti != instruction:
+                name, place = self._find(what)
         except (KeyError, ValueError):
-            frame, lines = self._find(what)
-        line = frame.f_lineno
-        place = lines.get(line)
-        if place is None:
-            place = lines[line] = self._number(f"{frame.f_code.co_filename}\0{line}\0{frame.f_code.co_name}")
-        count = self._count
-        pack_record(
-            self._buffer,
-            _START + count % SLOTS * _RECORD_SIZE,
-            time_ns(),
-            count,
-            self._numbered,
-            self.step,
-            self._ids.get(what) or self._number(what),
-            place,
-            micro_batch,
-            numbered,
-        )
-        self._count = count + 1
-        if numbered:
-            self._numbered += 1
-
-    def stepped(self, step: int) -> None:
-        """An optimizer step has ended; now there have been ``step``."""
-        self.step = step
-        if get_ident() != self._owner:
-            return
+            name, place = self._find(what)
         count = self._count
         at = _START + count % SLOTS * _RECORD_SIZE
-        name = self._ids.get("step") or self._number("step")
-        pack_record(self._buffer, at, time_ns(), count, self._numbered, step, name, 0, NO_MICRO_BATCH, False)
+        pack_record(self._buffer, at, time_ns(), count, self.step, self.when, name, place, micro_batch)
         self._count = count + 1
 
-    def _find(self, what: str) -> tuple[FrameType, dict[int, int]]:
-        """The innermost frame of the user's code, or the outermost frame where none is, and the lines of its file; called by `mark`."""
+    def stepped(self, step: int) -> None:
+        """An optimizer step has ended; now there have been ``step``. The next note says so."""
+        self.step = step
+        self.when = time_ns()
+
+    def _find(self, what: str) -> tuple[int, int]:
+        """The numbers of a name and of the innermost line of the user's code; called by `mark`."""
         frame = getframe(2)
         depth = 1
-        while True:
-            file = frame.f_code.co_filename
-            if file not in self._files:
-                self._files[file] = {} if is_users(file) else None
-            lines = self._files[file]
-            if lines is not None or frame.f_back is None:
-                break
+        while not self._is_users(frame.f_code.co_filename) and frame.f_back is not None:
             frame = frame.f_back
             depth += 1
-        if lines is None:
-            return frame, {}
-        self._depths[what] = depth
-        return frame, lines
+        code = frame.f_code
+        name = self._number(what)
+        place = self._number(f"{code.co_filename}\0{frame.f_lineno}\0{code.co_name}")
+        self._sites[what] = (depth, code, frame.f_lasti, name, place)
+        return name, place
+
+    def _is_users(self, file: str) -> bool:
+        known = self._files.get(file)
+        if known is None:
+            known = self._files[file] = is_users(file)
+        return known
 
     def _number(self, text: str) -> int:
         """The number of a text, which is written down at its first use; 0 when there is no room left."""
@@ -230,22 +203,19 @@ def marks() -> Marks | None:
 def read(data: bytes) -> MarkLog:
     """The notes in a file's bytes; one that is being written at that moment may be left out. Empty if the rank has made none."""
     if len(data) < SIZE or not data.startswith(_MAGIC):
-        return MarkLog(0, ())
+        return MarkLog(())
     (used,) = struct.unpack_from("<I", data, len(_MAGIC))
     texts = ["", *_texts(data[_TEXT : _TEXT + used])]
     found = []
     for slot in range(SLOTS):
-        when, count, number, step, what, place, micro, numbered = _RECORD.unpack_from(
-            data, _START + slot * _RECORD.size
-        )
-        if count % SLOTS != slot or not 0 < what < len(texts) or place >= len(texts):
+        when, number, step, stepped, what, place, micro = _RECORD.unpack_from(data, _START + slot * _RECORD_SIZE)
+        if number % SLOTS != slot or not 0 < what < len(texts) or place >= len(texts):
             continue
         file, line, function = texts[place].split("\0") if place else ("", "0", "")
         micro_batch = None if micro == NO_MICRO_BATCH else micro
-        mark = Mark(when, number, step, texts[what], file, int(line), function, micro_batch, bool(numbered))
-        found.append((count, mark))
-    notes = tuple(mark for _, mark in sorted(found))
-    return MarkLog(notes[-1].step if notes else 0, notes)
+        found.append(Mark(when, number, step, stepped, texts[what], file, int(line), function, micro_batch))
+    found.sort(key=lambda mark: mark.number)
+    return MarkLog(tuple(found), *((found[-1].step, found[-1].stepped) if found else ()))
 
 
 def _texts(data: bytes) -> Iterator[str]:

@@ -412,8 +412,8 @@ class Accumulator(GradientState):
         if self.probe is not None:
             self.probe.agree()
         loss = window.weigh(loss, weight, summed=reduction == "sum")
-        if self.notes is not None:
-            self.notes.mark("backward", max(window.index, 0), not self.joining)
+        if self.notes is not None and not self.joining:
+            self.notes.mark("backward", max(window.index, 0))
         try:
             if self.probe is not None:
                 self.probe.backward(self, window, loss, **kwargs)

@@ -28,12 +28,12 @@ def likely_cause(found: Mapping[int, Entry | None], evidence: Sequence[Evidence]
     if failed:
         return _failed(failed[0], came)
     if not away and len({entry.places[:1] for entry in came.values()}) == 1:
-        return _unequal(came)
+        return _slipped(came) or _unequal(came)
     stands = {rank: entry.places for rank, entry in came.items()}
     stands.update({e.rank: e.stands for e in away})
-    branches = _branches(stands, came)
+    branches = _branches(stands, came, {e.rank: _done(e) for e in evidence})
     return (
-        _branch([b for b in branches if b.part.about_rank and b.part.kind != "exit"])
+        _branch([b for b in branches if b.about_rank and b.part.kind != "exit"])
         or _loop(stands, came, gone)
         or _late(away)
         or _branch(branches)
@@ -50,6 +50,24 @@ def _failed(e: Evidence, came: Mapping[int, Entry]) -> str:
     return (
         f"native code ended rank {e.rank}, as gloo does with a process that is sent more bytes than it expects: look whether shapes and dtypes "
         f"are equal on all ranks in {waiting.name}{of}. Its stack at that moment stands in its output."
+    )
+
+
+def _slipped(came: Mapping[int, Entry]) -> str:
+    """All are at the same line, at different steps."""
+    steps = {rank: entry.step for rank, entry in came.items() if entry.step is not None}
+    if len(set(steps.values())) < 2:
+        return ""
+    ahead = max(steps, key=lambda rank: steps[rank])
+    entry = came[ahead]
+    text = f"rank {ahead} left out a collective that the others did at step {min(steps.values())}, and was ahead of them from then on"
+    conditions = [
+        part for file, line, _ in entry.places[:1] for part in around(file, line) if part.kind in ("if", "else", "exit")
+    ]
+    return (
+        f"{text}; {entry.name} stands {'after' if conditions[-1].kind == 'exit' else 'under'} {conditions[-1]}."
+        if conditions
+        else f"{text}."
     )
 
 
@@ -71,32 +89,43 @@ class _Branch(NamedTuple):
 
     part: Around
     place: str
+    about_rank: bool
 
 
-def _branches(stands: Mapping[int, tuple[_Place, ...]], came: Mapping[int, Entry]) -> list[_Branch]:
+def _done(e: Evidence) -> frozenset[_Place]:
+    """The lines at which a rank has done collectives."""
+    return frozenset(entry.places[0] for entry in (*e.recorded, *e.noted) if entry.places)
+
+
+def _branches(
+    stands: Mapping[int, tuple[_Place, ...]], came: Mapping[int, Entry], done: Mapping[int, frozenset[_Place]]
+) -> list[_Branch]:
     """Those around the lines of ranks that came, the ones that ask for the rank first, then the innermost first."""
     found: list[_Branch] = []
     for rank in came:
         for other, places in stands.items():
             if other != rank:
-                found += _only_around(stands[rank], places)
-    return sorted(found, key=lambda branch: not branch.part.about_rank)
+                known = bool(stands[rank]) and stands[rank][0] in done[other]
+                found += _only_around(stands[rank], places, known=known)
+    return sorted(found, key=lambda branch: not branch.about_rank)
 
 
-def _only_around(mine: Sequence[_Place], others: Sequence[_Place]) -> Iterator[_Branch]:
+def _only_around(mine: Sequence[_Place], others: Sequence[_Place], *, known: bool) -> Iterator[_Branch]:
+    """``known``: the other rank has been there before, so that it isn't the rank that decides."""
     theirs = {(file, part) for file, line, _ in others for part in around(file, line)}
     for file, line, _ in mine:
         for part in reversed(around(file, line)):
-            if part.kind != "loop" and (part.kind != "exit" or part.about_rank) and (file, part) not in theirs:
-                yield _Branch(part, f"{short(file)}:{line}")
+            about_rank = part.about_rank and not known
+            if part.kind != "loop" and (part.kind != "exit" or about_rank) and (file, part) not in theirs:
+                yield _Branch(part, f"{short(file)}:{line}", about_rank)
 
 
 def _branch(branches: Sequence[_Branch]) -> str:
     if not branches:
         return ""
-    part, place = branches[0]
+    part, place, about_rank = branches[0]
     verb = "stands after" if part.kind == "exit" else "stands under"
-    only = "which depends on the rank" if part.about_rank else "which isn't the same on all ranks"
+    only = "which depends on the rank" if about_rank else "which isn't the same on all ranks"
     return f"{place} {verb} {part}, {only}."
 
 
@@ -114,8 +143,9 @@ def _loop(stands: Mapping[int, tuple[_Place, ...]], came: Mapping[int, Entry], g
                 ] or [e.rank for e in gone]
                 if left:
                     return (
-                        f"rank {left[0]} has left {part}, and rank {rank} hasn't: it has fewer batches, or a `break` or an error of its own. "
-                        "`join_uneven_inputs`, or an even number of batches (the default of prepared loaders), is the remedy."
+                        f"rank {left[0]} has left {part}, and rank {rank} hasn't: it has fewer batches, a `break` or an error of its own, or left "
+                        f"out a {came[rank].name} before. For batches, `join_uneven_inputs` or an even number (the default of prepared loaders) is "
+                        "the remedy."
                     )
     return ""
 

@@ -49,8 +49,7 @@ def parting(evidence: Sequence[Evidence]) -> Parting | None:
     recorded = [e for e in evidence if e.recorded]
     found = _recorded_partings(recorded)
     if len(recorded) < len(evidence):
-        noted = [e for e in evidence if e.noted]
-        found += _first_difference({e.rank: e.noted for e in noted}, tuple(e.rank for e in evidence))
+        found += _first_difference({e.rank: e.noted for e in evidence}, tuple(e.rank for e in evidence))
         if not found:
             found = _left_alone(evidence)
     return min(found, key=lambda p: p.first.time, default=None)
@@ -66,18 +65,25 @@ def _recorded_partings(evidence: Sequence[Evidence]) -> list[Parting]:
 
 
 def _first_difference(tables: Mapping[int, Iterable[Entry]], ranks: tuple[int, ...]) -> list[Parting]:
-    """The first number at which the ranks' entries differ, as a list of one or none."""
+    """The first number at which the ranks' entries differ, as a list of one or none.
+
+    Where a rank leaves out a collective and its next one is alike, both go on, a step apart, until something doesn't fit: they parted where
+    their steps began to differ.
+    """
     numbered = {rank: {entry.number: entry for entry in entries} for rank, entries in tables.items()}
     if len(numbered) < 2:
         return []
     start = max((min(table, default=0) for table in numbered.values()), default=0)
     end = max((max(table, default=-1) for table in numbered.values()), default=-1)
+    slipped: list[Parting] = []
     before = None
     for number in range(start, end + 1):
         found = {rank: table.get(number) for rank, table in numbered.items()}
         kinds = {None if entry is None else (entry.operation, entry.size) for entry in found.values()}
         if len(kinds) > 1:
-            return [Parting(found=found, before=before, ranks=ranks)]
+            return slipped or [Parting(found=found, before=before, ranks=ranks)]
+        if not slipped and len({entry.step for entry in found.values() if entry is not None} - {None}) > 1:
+            slipped = [Parting(found=found, before=before, ranks=ranks)]
         before = next(iter(found.values()))
     return []
 
@@ -123,7 +129,7 @@ def parting_text(evidence: Sequence[Evidence], *, world_size: int) -> str:
 
 
 def _moment(parted: Parting) -> str:
-    first = parted.first
+    first = min((e for e in parted.found.values() if e is not None), key=lambda e: (e.step or 0, e.time))
     collective = f"collective {first.number}"
     if first.description not in ("", "default_pg"):
         collective += f" of the group {first.description!r}"
@@ -139,9 +145,9 @@ def _standing(e: Evidence, parted: Parting) -> str:
     did, last = parted.found.get(e.rank), e.last
     if did is not None:
         detail = _detail(did, parted)
-        if last is None or last.time <= did.time or _what(last) == _what(did):
+        if last is None or last.time <= did.time or (last.step == did.step and _what(last) == _what(did)):
             return f"waits at {_what(did)}{detail}"
-        return f"did {_what(did)}{detail}, and stands at {_what(last)}"
+        return f"did {_what(did)}{detail}{_at_step(did)}, and stands at {_what(last)}"
     history = (
         f"its last collective was {_what(last)}{_at_step(last)}" if last is not None else "it has done no collective"
     )

@@ -179,12 +179,14 @@ def _read(rank: int, error_file: Path) -> Evidence:
     try:
         log = _marks.read(_marks.marks_file(error_file).read_bytes())
     except OSError:
-        log = _marks.MarkLog(0, ())
+        log = _marks.MarkLog(())
     try:
         flight = json.loads(_beside(error_file, "flight").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        flight = {"groups": {}, "entries": []}
-    noted = tuple(_noted(mark) for mark in log.marks if mark.numbered)
+        flight = {"groups": {}, "entries": [], "step": None}
+    if flight["step"] is not None:  # later than the last note
+        log = _marks.MarkLog(log.marks, *flight["step"])
+    noted = tuple(_noted(mark) for mark in log.marks)
     return Evidence(
         rank=rank,
         recorded=tuple(_recorded(entry, log) for entry in flight["entries"] if not entry["p2p"]),

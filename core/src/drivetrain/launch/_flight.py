@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from drivetrain._marks import marks
 from drivetrain._places import is_users
 
 __all__ = ["flight_of", "name_in", "write"]
@@ -27,6 +28,8 @@ _NEXT = frozenset({"__iter__", "__next__"})
 def write(path: str) -> None:
     """Write the collectives of this process to a file, which is there when it is whole."""
     flight = flight_of(_recorded(), _groups(), threading.main_thread().ident)
+    notes = marks()
+    flight["step"] = None if notes is None or not notes.when else [notes.step, notes.when]
     part = Path(f"{path}.{threading.get_ident()}")  # a rank that fails may be asked at the same time
     part.write_text(json.dumps(flight), encoding="utf-8")
     part.replace(path)

@@ -202,8 +202,9 @@ class Job:
         threading.Thread(target=self._show_stacks, args=("SIGUSR2",), daemon=True).start()
 
     def _show_stacks(self, why: str) -> None:
-        self._say(stacks_text(*self._processes.stacks(), why=why))
-        parted = self._processes.parting()
+        stacks, silent = self._processes.stacks()
+        self._say(stacks_text(stacks, silent, why=why))
+        parted = self._processes.parting(stacks)
         if parted:
             self._say(parted)
 

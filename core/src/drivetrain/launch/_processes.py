@@ -160,20 +160,20 @@ class RankProcesses:
         found, _ = self.stacks(seconds=0.5)
         for r in self._ranks:
             r.where = _stacks.where_in(found.get(r.rank, ""))
-        self.parted = parting_text(self._evidence(), world_size=self.world_size)
+        self.parted = parting_text(self._evidence(found), world_size=self.world_size)
 
-    def parting(self) -> str:
-        """Where ranks have parted that stand still, or "": see `drivetrain.launch._desync`."""
-        before = self._evidence()
+    def parting(self, stacks: Mapping[int, str]) -> str:
+        """Where ranks have parted that stand still, or "": see `drivetrain.launch._desync`. ``stacks`` are theirs."""
+        before = self._evidence(stacks)
         if not parting_text(before, world_size=self.world_size):
             return ""
         time.sleep(_STANDSTILL)  # one rank is always a little ahead of another
-        now = self._evidence()
+        now = self._evidence(stacks)
         return (
             parting_text(now, world_size=self.world_size) if [e.last for e in now] == [e.last for e in before] else ""
         )
 
-    def _evidence(self) -> list[Evidence]:
+    def _evidence(self, stacks: Mapping[int, str]) -> list[Evidence]:
         """What the ranks of a job of several have done together."""
         if self.world_size == 1:
             return []
@@ -182,7 +182,7 @@ class RankProcesses:
         found = collect({r.rank: r.error_file for r in self._ranks}, running, seconds=_ANSWER)
         evidence = []
         for r in self._ranks:
-            where = r.where if r.rank in running else ""
+            where = _stacks.where_in(stacks.get(r.rank, "")) if r.rank in running else ""
             e = with_end(found[r.rank], failures.get(r.rank) or self._raised(r), where=where)
             evidence.append(replace(e, ended="has ended") if r.process.poll() == 0 else e)
         return evidence

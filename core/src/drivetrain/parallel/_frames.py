@@ -138,8 +138,8 @@ def _send(
 ) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
     """Exchange frames; return every rank's bytes inline and as many words as were given. Written for speed: this is the cost of each call."""
     notes = marks()
-    if notes is not None:
-        notes.mark(operation, numbered=group is None)
+    if notes is not None and group is None:
+        notes.mark(operation)
     record = struct.Struct(f"<{len(words)}q")
     data = bytearray(FRAME)
     record.pack_into(data, 0, *words)
