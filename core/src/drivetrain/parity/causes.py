@@ -55,7 +55,21 @@ def _samples(found: Difference, single: Run, several: Run) -> Cause:
             "Every rank reads the same samples: the loader isn't divided over the ranks.",
             "Give the loader to accelerator.prepare(), and shard nothing by hand.",
         )
+    strays = [f"rank {r}" for r, own in enumerate(lists) if _is_of_another_step(own, found.step or 0, single)]
+    if strays and len(strays) < len(lists):
+        return Cause(
+            "rank-out-of-step",
+            f"{' and '.join(strays)} trains on the samples of another step: it skipped a batch, or took one more, and from then on ranks combine gradients of "
+            "different steps.",
+            "Let all ranks skip the same batches: decide by a number that all have (accelerator.reduce, accelerator.gather).",
+        )
     return _UNSEEDED
+
+
+def _is_of_another_step(samples: Sequence[object], step: int, single: Run) -> bool:
+    """Whether all of a rank's samples come at one other step when one process trains."""
+    steps = {e["step"] for e in single.first.of("forward") if samples and set(samples) <= set(e["samples"] or ())}
+    return bool(steps) and step not in steps
 
 
 def _rows(found: Difference, single: Run, several: Run) -> Cause:

@@ -210,10 +210,25 @@ def _gradients(step: _Step) -> Iterator[Difference]:
     clips = any(True for _ in step.single.first.of("gradients", step.number))
     used = "used gradient" if clips else "gradient"
     for event, kind in (("gradients", "gradient"), ("clipped", "clipped gradient"), ("used", used)):
+        if clips and event != "gradients" and _clips_later(step):
+            continue
         for index, (ours, theirs) in enumerate(_tensor_pairs(step, event)):
             if not theirs or not ours:
                 continue  # the backend keeps gradients where they can't be looked at
             yield from _gradients_of(step, kind, index, ours, theirs)
+
+
+def _clips_later(step: _Step) -> bool:
+    """Whether the backend of several processes clips in its own step: gradients are then as they were before."""
+    before, after = (
+        [tuple(w.square for w in pair[1].values()) for pair in _tensor_pairs(step, event)]
+        for event in ("gradients", "clipped")
+    )
+    mine = [
+        [tuple(w.square for w in pair[0].values()) for pair in _tensor_pairs(step, event)]
+        for event in ("gradients", "clipped")
+    ]
+    return before == after and mine[0] != mine[1]
 
 
 def _gradients_of(
