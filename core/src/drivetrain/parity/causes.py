@@ -89,7 +89,7 @@ def _rows(found: Difference, single: Run, several: Run) -> Cause:
 
 def _inputs(found: Difference, single: Run, several: Run) -> Cause:
     event = single.first.first("forward")
-    if event.get("samples") is None:
+    if event.get("samples") is None and event.get("counted") is None:
         return _rows(found, single, several)
     ours, theirs = _samples_of_rows(found.name, single), _samples_of_rows(found.name, several)
     if any(theirs.get(row, samples).isdisjoint(samples) for row, samples in ours.items()):

@@ -52,6 +52,8 @@ class _Step:
     number: int = 0
     #: By model and parameter: how far weights may have gone apart so far because an optimizer made steps of rounding.
     drift: dict[tuple[int, str], float] = field(default_factory=dict)
+    #: One process's, after the last step.
+    weights: dict[tuple[int, str], Whole] = field(default_factory=dict)
     #: Differences of gradients that were tolerated, added up: what follows from them is no fault either.
     carried: float = 0.0
 
@@ -105,12 +107,17 @@ def _initial(step: _Step) -> Iterator[Difference]:
 
 
 def _after(step: _Step) -> Iterator[Difference]:
-    rate = max((g.get("lr", 0.0) for e in step.single.first.of("step", step.number) for g in e["groups"]), default=0.0)
-    for index, pair in enumerate(_tensor_pairs(step, "used")):
-        for name in set(pair[0]) & set(pair[1]):
-            part = max(step.tolerance.base, pair[0][name].away(pair[1][name]))
-            off = max(whole[name].normalized_rounding(part) for whole in pair)
-            step.drift[index, name] = step.drift.get((index, name), 0.0) + 2 * rate * off
+    moved = [ours for ours, _ in _tensor_pairs(step, "after")]
+    for index, (ours, theirs) in enumerate(_tensor_pairs(step, "used")):
+        for name in set(ours) & set(theirs):
+            before, after = step.weights.get((index, name)), moved[index].get(name)
+            elements = sum(ours[name].decades.values())
+            if before is None or after is None or not elements:
+                continue
+            size = distance(before.sums, after.sums) / math.sqrt(elements)  # of an element's step
+            part = max(step.tolerance.base, ours[name].away(theirs[name]))
+            off = max(whole[name].normalized_rounding(part) for whole in (ours, theirs))
+            step.drift[index, name] = step.drift.get((index, name), 0.0) + 2 * size * off
     yield from _states(step, "after", "weights", step.limit())
 
 
@@ -118,6 +125,7 @@ def _states(step: _Step, event: str, kind: str, tolerance: float) -> Iterator[Di
     for index, (ours, theirs) in enumerate(_tensor_pairs(step, event)):
         for name in ours:
             a, b = ours[name], theirs.get(name)
+            step.weights[index, name] = a
             if b is None:
                 continue
             what = kind if _is_parameter(step, index, name) else "buffer"

@@ -135,6 +135,11 @@ def _notes(one: Run, many: Run) -> Iterator[str]:
     drawing = {m["name"] for r in many.records for e in r.of("forward") for m in e["modules"] if m["draws"]}
     if drawing:
         yield f"{_list(sorted(drawing))} draw random numbers in forward."
+    for run, what in ((one, "one process"), (many, "")):
+        for record in run.records:
+            if not record.first("end"):
+                last = record.events[-1]
+                yield f"the record of {what or f'rank {record.rank}'} stops in step {last.get('step', 0) + 1}, after {last['event']!r}."
     forward = many.first.first("forward")
     if forward and forward["rows"] is None:
         yield "the batch's rows couldn't be told from the model's inputs: outputs of modules weren't compared."
