@@ -87,6 +87,19 @@ def test_what_cannot_be_compared_is_said(tmp_path):
 
 
 @pytest.mark.full
+def test_ranks_that_wait_for_each_other_are_ended_and_it_is_said_where_they_stand(tmp_path):
+    hangs = (
+        "def stop(*_):\n    import time\n    if accelerator.step == 2 and accelerator.process_index: time.sleep(600)\n"
+    )
+    hook = "accelerator.unwrap_model(model).register_forward_pre_hook(stop)"
+    result = verify(tmp_path, "--steps", "4", "--timeout", "20", "train.py", prepared=hangs + hook)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "the record of rank 0 stops in step 3, after 'loss'" in result.stdout
+    assert "the record of rank 1 stops in step 2, after 'after'" in result.stdout
+    assert "ended with exit code" in result.stdout
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_the_example_of_digits_trains_the_same(tmp_path, backend):
     words = ("--backend", backend, "--steps", "25", str(DIGITS), "--fresh", "--epochs", "1", "--output", "out")

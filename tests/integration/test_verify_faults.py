@@ -96,7 +96,9 @@ def train(fault=None):
         nn.init.normal_(original.head.weight)
     if fault == "frozen-on-a-rank" and rank == 1:
         original.head.requires_grad_(False)
-    for x, y in loader:
+    for i, (x, y) in enumerate(loader):
+        if fault == "rank-out-of-step" and rank == 1 and i == 1:
+            continue
         if fault == "mode-of-a-rank":
             model.train(rank == 0)
         with accelerator.accumulate(model):
@@ -145,6 +147,7 @@ FAULTS = {
     "gradient-of-a-rank": ("gradients differ between ranks", "head.weight", 0),
     "forward-past-the-wrapper": ("gradients differ between ranks", "extra.bias", 0),
     "weights-of-a-rank": ("initial weights differ between ranks", "head.weight", 0),
+    "rank-out-of-step": ("samples", "", 1),
     "branch-of-a-rank": ("calls", "extra", 0),
     "frozen-on-a-rank": ("frozen parameters", "head.bias", 0),
     "clipped-by-a-rank": ("used gradients differ between ranks", "extra.bias", 0),

@@ -89,8 +89,8 @@ def verify(ctx: click.Context, /, command: tuple[str, ...], as_json: bool, keep:
 @contextlib.contextmanager
 def _folder(keep: str | None) -> Iterator[Path]:
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix="drivetrain-verify-") as folder:
-            yield Path(folder)
+        with tempfile.TemporaryDirectory(prefix="drivetrain-verify-") as scratch:
+            yield Path(scratch)
         return
     folder = Path(keep)
     for part in ("several", "single"):
@@ -119,13 +119,18 @@ def _compare(folder: Path, command: tuple[str, ...], flags: Mapping[str, Any]) -
     several, single = folder / "several", folder / "single"
     codes["several processes"] = _run(several, command, flags, flags["num_processes"], flags["backend"])
     try:
-        layouts = Run(read_record(several)).layouts
+        run = Run(read_record(several))
     except DrivetrainError as error:
         raise _Usage(
             f"The run of {flags['num_processes']} processes recorded nothing (exit code {codes['several processes']}): it ended before it made an "
             "Accelerator. The script must train with drivetrain.Accelerator."
         ) from error
-    codes["one process"] = _run(single, command, flags, 1, flags["against"], layouts)
+    if any(event["sharded"] for event in run.first.of("loader")):
+        raise _Usage(
+            "A data set divides its stream by its own shards, so that each rank reads other rows than one process would: the runs can't be given the same "
+            "batches. Verify with DataLoaderConfiguration(dispatch_batches=True)."
+        )
+    codes["one process"] = _run(single, command, flags, 1, flags["against"], run.layouts)
     try:
         return compare_records(single, several), codes
     except DrivetrainError as error:

@@ -85,12 +85,12 @@ def join_layout(
         >>> join_layout(own, other, None, None)[0].round_rows
         8
     """
-    theirs = Layout(**other)
     if own.unit == "items":
         raise UnsupportedError(
             "This loader has batch_size=None: the data set makes its batches, and those of several processes can't be joined to one. Give the loader a "
             "batch_size."
         )
+    theirs = Layout(**other)
     if order is None or (own.unit == "samples" and theirs.strategy in ("interleaved", "random")):
         return own.with_round(theirs.round_rows), order
     return Layout(unit="batches", world=own.world, round_rows=0, even="split"), JoinedOrder(order, theirs, sharding)

@@ -55,7 +55,21 @@ def _samples(found: Difference, single: Run, several: Run) -> Cause:
             "Every rank reads the same samples: the loader isn't divided over the ranks.",
             "Give the loader to accelerator.prepare(), and shard nothing by hand.",
         )
+    strays = [f"rank {r}" for r, own in enumerate(lists) if _is_of_another_step(own, found.step or 0, single)]
+    if strays and len(strays) < len(lists):
+        return Cause(
+            "rank-out-of-step",
+            f"{' and '.join(strays)} trains on the samples of another step: it skipped a batch, or took one more, and from then on ranks combine gradients of "
+            "different steps.",
+            "Let all ranks skip the same batches: decide by a number that all have (accelerator.reduce, accelerator.gather).",
+        )
     return _UNSEEDED
+
+
+def _is_of_another_step(samples: Sequence[object], step: int, single: Run) -> bool:
+    """Whether all of a rank's samples come at one other step when one process trains."""
+    steps = {e["step"] for e in single.first.of("forward") if samples and set(samples) <= set(e["samples"] or ())}
+    return bool(steps) and step not in steps
 
 
 def _rows(found: Difference, single: Run, several: Run) -> Cause:
@@ -75,10 +89,11 @@ def _rows(found: Difference, single: Run, several: Run) -> Cause:
 
 def _inputs(found: Difference, single: Run, several: Run) -> Cause:
     event = single.first.first("forward")
-    if event.get("samples") is None:
+    if event.get("samples") is None and event.get("counted") is None:
         return _rows(found, single, several)
-    if _rows_of(found.name, single) & _rows_of(found.name, several):
-        return _UNSEEDED  # the same rows come at other places
+    ours, theirs = _samples_of_rows(found.name, single), _samples_of_rows(found.name, several)
+    if any(theirs.get(row, samples).isdisjoint(samples) for row, samples in ours.items()):
+        return _UNSEEDED  # the same rows have other numbers
     return Cause(
         "random-augmentation",
         "The samples have the same numbers and other values: the data set or collate_fn draws random numbers (augmentation), or normalizes with its batch; "
@@ -87,16 +102,18 @@ def _inputs(found: Difference, single: Run, several: Run) -> Cause:
     )
 
 
-def _rows_of(name: str, run: Run) -> set[tuple[float, ...]]:
-    """All rows that a run has seen of an input, by their sketches."""
-    return {
-        tuple(float(f"{number:.9g}") for number in (square, *sums))
-        for record in run.records
-        for event in record.of("forward")
-        if (sketch := event["inputs"].get(name)) is not None
-        for square, sums in zip(sketch["squares"], sketch["sums"], strict=True)
-        if square
-    }
+def _samples_of_rows(name: str, run: Run) -> dict[tuple[float, ...], set[object]]:
+    """For each row that a run has seen of an input, by its sketch: the numbers of the samples that had it."""
+    found: dict[tuple[float, ...], set[object]] = {}
+    for record in run.records:
+        for event in record.of("forward"):
+            sketch = event["inputs"].get(name)
+            if sketch is None or event["samples"] is None:
+                continue
+            for sample, square, sums in zip(event["samples"], sketch["squares"], sketch["sums"], strict=False):
+                row = tuple(float(f"{number:.9g}") for number in (square, *sums))
+                found.setdefault(row, set()).add(sample)
+    return found
 
 
 def _frozen(found: Difference, single: Run, several: Run) -> Cause:
@@ -153,6 +170,12 @@ def _module(found: Difference, single: Run, several: Run) -> Cause:
 
 
 def _loss(found: Difference, single: Run, several: Run) -> Cause:
+    if not (math.isfinite(found.single or 0.0) and math.isfinite(found.several or 0.0)):
+        return Cause(
+            "not-finite",
+            "The loss is finite in one run and not in the other, though what it is made of agrees: a mean over nothing, or an overflow, on some rank.",
+            "Accelerator(on_nonfinite='raise') names the rank and its samples. Say how many items a loss is the mean of: backward(loss, weight=n).",
+        )
     mine, theirs = found.single, [e["loss"] for e in _losses_like(found, several)]
     if mine is None or not theirs:
         return _UNKNOWN
@@ -236,7 +259,7 @@ def _gradient(found: Difference, single: Run, several: Run) -> Cause:
     if _bypassed(several, found.step):
         return _unlike_gradients(found, single, several)
     ratio = _ratio(found, single, several)
-    if ratio is not None and found.count > 1:
+    if ratio is not None and found.count == found.of:
         return Cause(
             "gradient-scale",
             f"All gradients of {len(several.records)} processes are {ratio:.4g} times those of one: something multiplies or divides by a number that "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.parity.forwards import forward_differences
-from drivetrain.parity.merging import Run, Whole, merge_parts, relative
+from drivetrain.parity.merging import Run, Whole, distance, merge_parts, relative
 from drivetrain.parity.record import Event
 from drivetrain.parity.results import Difference, Tolerance
 
@@ -18,6 +18,10 @@ __all__ = ["Comparison", "compare_training", "mean_loss"]
 _SMALL = 1e-2
 #: Gradients below this part of all are rounding.
 _ROUNDING = 1e-5
+#: What gradients may differ by besides rounding: where a function has a kink (ReLU, the largest of a pool), rounding decides on which side a value is.
+_KINKS = 1e-2
+#: Weights that rounding may have moved by this part of them are arbitrary: their distance says nothing.
+_ARBITRARY = 0.1
 #: Largest difference of what all ranks should hold alike, bit for bit.
 _ALIKE = 1e-5
 
@@ -39,18 +43,26 @@ class Comparison:
 
 @dataclass(slots=True)
 class _Step:
-    """One step under comparison."""
+    """One step under comparison, with what the steps before it have left."""
 
     single: Run
     several: Run
-    number: int
     tolerance: Tolerance
-    #: By model and parameter: how far weights may have gone apart so far because an optimizer made steps of rounding.
-    drift: dict[tuple[int, str], float]
     seen: dict[str, float]
+    number: int = 0
+    #: By model and parameter: how far weights may have gone apart so far because an optimizer made steps of rounding.
+    drift: dict[tuple[int, str], float] = field(default_factory=dict)
+    #: One process's, after the last step.
+    weights: dict[tuple[int, str], Whole] = field(default_factory=dict)
+    #: Differences of gradients that were tolerated, added up: what follows from them is no fault either.
+    carried: float = 0.0
 
     def note(self, kind: str, off: float) -> None:
         self.seen[kind] = max(self.seen.get(kind, 0.0), off)
+
+    def limit(self, tolerance: Tolerance | None = None) -> float:
+        """How far numbers may be apart now."""
+        return (tolerance or self.tolerance).at(self.number) + self.carried
 
 
 def compare_training(single: Run, several: Run) -> Comparison:
@@ -62,10 +74,10 @@ def compare_training(single: Run, several: Run) -> Comparison:
     """
     tolerance = Tolerance.of(single.dtype, several.dtype)
     result = Comparison()
-    drift: dict[tuple[int, str], float] = {}
     steps = min(single.steps, several.steps)
+    step = _Step(single, several, tolerance, result.largest)
     for number in range(max(steps, 1 + _last_begun(single, several))):
-        step = _Step(single, several, number, tolerance, drift, result.largest)
+        step.number = number
         checks: list[Callable[[_Step], Iterator[Difference]]] = [_initial, _forwards, _losses, _window]
         if number < steps:
             checks += [_gradients, _rates, _after]
@@ -95,18 +107,25 @@ def _initial(step: _Step) -> Iterator[Difference]:
 
 
 def _after(step: _Step) -> Iterator[Difference]:
-    rate = max((g.get("lr", 0.0) for e in step.single.first.of("step", step.number) for g in e["groups"]), default=0.0)
-    for index, pair in enumerate(_tensor_pairs(step, "used")):
-        for name in set(pair[0]) & set(pair[1]):
-            off = max(whole[name].normalized_rounding(step.tolerance.base) for whole in pair)
-            step.drift[index, name] = step.drift.get((index, name), 0.0) + rate * off
-    yield from _states(step, "after", "weights", step.tolerance.at(step.number))
+    moved = [ours for ours, _ in _tensor_pairs(step, "after")]
+    for index, (ours, theirs) in enumerate(_tensor_pairs(step, "used")):
+        for name in set(ours) & set(theirs):
+            before, after = step.weights.get((index, name)), moved[index].get(name)
+            elements = sum(ours[name].decades.values())
+            if before is None or after is None or not elements:
+                continue
+            size = distance(before.sums, after.sums) / math.sqrt(elements)  # of an element's step
+            part = max(step.tolerance.base, ours[name].away(theirs[name]))
+            off = max(whole[name].normalized_rounding(part) for whole in (ours, theirs))
+            step.drift[index, name] = step.drift.get((index, name), 0.0) + 2 * size * off
+    yield from _states(step, "after", "weights", step.limit())
 
 
 def _states(step: _Step, event: str, kind: str, tolerance: float) -> Iterator[Difference]:
     for index, (ours, theirs) in enumerate(_tensor_pairs(step, event)):
         for name in ours:
             a, b = ours[name], theirs.get(name)
+            step.weights[index, name] = a
             if b is None:
                 continue
             what = kind if _is_parameter(step, index, name) else "buffer"
@@ -116,7 +135,8 @@ def _states(step: _Step, event: str, kind: str, tolerance: float) -> Iterator[Di
             drift = relative(step.drift.get((index, name), 0.0), max(a.norm, b.norm, 1e-30))
             if off > tolerance + drift:
                 yield Difference(what, step.number, name, _norms(a, b, step), a.norm, b.norm, off, tolerance + drift)
-            step.note(what, off if drift < tolerance else max(off - drift, 0.0))
+            if drift < _ARBITRARY:
+                step.note(what, off)
 
 
 def _is_parameter(step: _Step, index: int, name: str) -> bool:
@@ -151,7 +171,7 @@ def _norms(a: Whole, b: Whole, step: _Step) -> str:
 
 
 def _forwards(step: _Step) -> Iterator[Difference]:
-    tolerance = step.tolerance.at(step.number)
+    tolerance = step.limit()
     complete = step.number < min(step.single.steps, step.several.steps)
     for found in forward_differences(step.single, step.several, step.number, tolerance, complete=complete):
         if isinstance(found, Difference):
@@ -161,13 +181,12 @@ def _forwards(step: _Step) -> Iterator[Difference]:
 
 
 def _losses(step: _Step) -> Iterator[Difference]:
-    tolerance = step.tolerance.at(step.number)
     pairs = zip(step.single.together("loss", step.number), step.several.together("loss", step.number), strict=False)
     for (ours,), theirs in pairs:
         mine, all_of_them = ours["loss"], mean_loss(theirs)
         if mine is None or all_of_them is None:
             continue
-        limit = max(tolerance, step.tolerance.of(ours["dtype"]).at(step.number))
+        limit = max(step.limit(), step.limit(Tolerance.of(ours["dtype"])))
         off = _loss_distance(mine, all_of_them)
         if off > limit:
             ranks = ", ".join(f"{e['loss']:.6g}" for e in theirs)
@@ -210,20 +229,36 @@ def _gradients(step: _Step) -> Iterator[Difference]:
     clips = any(True for _ in step.single.first.of("gradients", step.number))
     used = "used gradient" if clips else "gradient"
     for event, kind in (("gradients", "gradient"), ("clipped", "clipped gradient"), ("used", used)):
+        if clips and event != "gradients" and _clips_later(step):
+            continue
         for index, (ours, theirs) in enumerate(_tensor_pairs(step, event)):
             if not theirs or not ours:
                 continue  # the backend keeps gradients where they can't be looked at
             yield from _gradients_of(step, kind, index, ours, theirs)
 
 
+def _clips_later(step: _Step) -> bool:
+    """Whether the backend of several processes clips in its own step: gradients are then as they were before."""
+    before, after = (
+        [tuple(w.square for w in pair[1].values()) for pair in _tensor_pairs(step, event)]
+        for event in ("gradients", "clipped")
+    )
+    mine = [
+        [tuple(w.square for w in pair[0].values()) for pair in _tensor_pairs(step, event)]
+        for event in ("gradients", "clipped")
+    ]
+    return before == after and mine[0] != mine[1]
+
+
 def _gradients_of(
     step: _Step, kind: str, index: int, ours: Mapping[str, Whole], theirs: Mapping[str, Whole]
 ) -> Iterator[Difference]:
     size = len(step.several.records)
-    tolerance = step.tolerance.at(step.number) * step.tolerance.gradients
+    tolerance = step.limit() * step.tolerance.gradients + _KINKS
     total = math.sqrt(math.fsum(a.square for a in ours.values()))
     apart: list[Difference] = []
     unlike: list[Difference] = []
+    distances: list[float] = []
     for name in dict.fromkeys((*ours, *theirs)):
         a, b = ours.get(name), theirs.get(name)
         if a is None or b is None or any(n is None for n in b.norms):
@@ -237,9 +272,12 @@ def _gradients_of(
         if off > tolerance:
             apart.append(Difference(kind, step.number, name, _norms(a, b, step), a.norm, b.norm, off, tolerance))
         step.note(kind, off)
+        distances.append(distance(a.sums, b.sums))
     for found in (unlike, apart):
         if found:  # gradients come from the loss: the last one is the first to part
             yield found[-1].among(len(found), len(ours))
+    if kind == "gradient":
+        step.carried += relative(math.hypot(*distances), total)
 
 
 def _having(whole: Whole | None) -> int:

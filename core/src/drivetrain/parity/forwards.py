@@ -28,7 +28,7 @@ def forward_differences(
     for (ours,), theirs in zip(single.together("forward", step), several.together("forward", step), strict=False):
         everyone = [ours, *theirs]
         yield from _samples(step, ours, theirs)
-        yield from _inputs(step, ours, theirs)
+        yield from _inputs(step, ours, theirs, tolerance)
         yield from _flags(step, "frozen", "frozen parameters", everyone)
         yield from _flags(step, "evaluating", "modules in evaluation", everyone)
         yield from _calls(step, everyone)
@@ -68,15 +68,15 @@ def _few(samples: Sequence[Any]) -> str:
     return f"[{text}{', ...' if len(samples) > 6 else ''}]"
 
 
-def _inputs(step: int, ours: Event, theirs: Sequence[Event]) -> Iterator[Difference]:
+def _inputs(step: int, ours: Event, theirs: Sequence[Event], tolerance: float) -> Iterator[Difference]:
     for name, sketch in ours["inputs"].items():
         pair = _pair(ours, theirs, sketch, [e["inputs"].get(name) for e in theirs])
         if pair is None:
             continue
         off = pair[0].distance(pair[1])
-        if off > 1e-5:
+        if off > tolerance:  # they may be what another model gave
             text = f"the norm is {pair[0].norm:.6g} on one process and {pair[1].norm:.6g} over the ranks"
-            yield Difference("inputs", step, name, text, pair[0].norm, pair[1].norm, off, 1e-5)
+            yield Difference("inputs", step, name, text, pair[0].norm, pair[1].norm, off, tolerance)
 
 
 def _pair(

@@ -172,7 +172,8 @@ class Recorder:
     def _add_loader(self, loader: Any) -> None:
         self._loaders.append(loader)
         if isinstance(loader, PreparedDataLoader):
-            self._write("loader", layout=loader._drivetrain.context.current_layout().to_dict())
+            layout = loader._drivetrain.context.current_layout()
+            self._write("loader", layout=layout.to_dict(), sharded=loader.state_per_rank)
 
     # -- a micro-batch -----------------------------------------------------------------------------------------------------
 
@@ -215,7 +216,6 @@ class Recorder:
             weight=count,
             dtype=dtype,
             counted=self._batch_facts()["counted"],
-            micro=self._owner.gradient_state.current.index,
         )
         self._in_backward = True
         try:

@@ -51,10 +51,10 @@ class Report:
             "processes": len(self.several.records),
             "backend": self.several.start.get("backend"),
             "dtype": self.several.dtype,
-            "difference": None if found is None else asdict(found),
+            "difference": None if found is None else _plain(found),
             "cause": None if self.cause is None else asdict(self.cause),
-            "metrics": [{"difference": asdict(d), "cause": asdict(c)} for d, c in self.metrics],
-            "largest": {k: v if math.isfinite(v) else None for k, v in self.training.largest.items()},
+            "metrics": [{"difference": _plain(d), "cause": asdict(c)} for d, c in self.metrics],
+            "largest": {k: _finite(v) for k, v in self.training.largest.items()},
             "notes": list(self.notes),
         }
 
@@ -78,6 +78,15 @@ class Report:
         for difference, cause in self.metrics:
             yield from _about(difference, cause, "A metric differs")
         yield from (f"  note: {note}" for note in self.notes)
+
+
+def _plain(found: Difference) -> dict[str, Any]:
+    return {k: _finite(v) for k, v in asdict(found).items()}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no numbers for what isn't finite."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _about(found: Difference, cause: Cause | None, opening: str) -> Iterator[str]:
@@ -126,8 +135,13 @@ def _notes(one: Run, many: Run) -> Iterator[str]:
     drawing = {m["name"] for r in many.records for e in r.of("forward") for m in e["modules"] if m["draws"]}
     if drawing:
         yield f"{_list(sorted(drawing))} draw random numbers in forward."
-    padded = [e for e in many.first.of("forward") if any(v is None for v in e["inputs"].values())]
-    if padded and many.first.first("forward").get("rows") is None:
+    for run, what in ((one, "one process"), (many, "")):
+        for record in run.records:
+            if not record.first("end"):
+                last = record.events[-1]
+                yield f"the record of {what or f'rank {record.rank}'} stops in step {last.get('step', 0) + 1}, after {last['event']!r}."
+    forward = many.first.first("forward")
+    if forward and forward["rows"] is None:
         yield "the batch's rows couldn't be told from the model's inputs: outputs of modules weren't compared."
     if not any(e["tensors"] for e in many.first.of("used")) and any(True for _ in many.first.of("step")):
         yield "the backend keeps gradients where they can't be looked at: weights after each step were compared."
