@@ -52,6 +52,8 @@ TOOLS = [
     "hypothesis",
     "import-linter",
     "ipykernel",
+    "kubeflow-trainer-api",
+    "kubernetes-validate",
     "matplotlib",
     "moto[server]",
     "mypy",

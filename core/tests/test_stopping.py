@@ -145,7 +145,7 @@ def stop_and_look(folder):
     finally:
         del os.environ["DRIVETRAIN_STOPPED_FILE"]
     torch.distributed.barrier()
-    return sorted(os.listdir(folder))
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_machines_first_rank_says_so_for_all(ranks, tmp_path):

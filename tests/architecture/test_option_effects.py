@@ -32,6 +32,7 @@ from .option_probes import (  # noqa: F401
     fsdp,
     handlers,
     keywords,
+    kubernetes,
     launching,
     look,
     meshes,

@@ -264,6 +264,10 @@ class ClusterSpec(_Spec):
         job_id: Variables with a text that is equal in all processes of one job and differs between jobs. Where MASTER_PORT isn't set, the
             rendezvous port is derived from it; a cluster without it needs MASTER_ADDR and MASTER_PORT.
         required: Which of those fields must be set once the marker is, else the environment is half-set and an error.
+        machine: A function ``(environ: Mapping[str, str]) -> Mapping[str, Any] | None``, ``"package.module:name"``, for clusters that start one
+            program on each machine of a job, and that program is ``drivetrain launch``: what the cluster says of ``num_machines``,
+            ``machine_rank``, ``main_process_ip``, ``main_process_port`` and ``per_machine`` (processes on each machine), and a ``reason``.
+            None where it says nothing. What the user gives stands above that.
         priority: Of several that apply the highest wins: explicit launchers (torchrun) stand above what they run under.
 
     Example:
@@ -279,6 +283,7 @@ class ClusterSpec(_Spec):
     node_rank: tuple[str, ...] = ()
     job_id: tuple[str, ...] = ()
     required: tuple[str, ...] = ("rank", "world_size")
+    machine: str = ""
     priority: int = 100
 
 
@@ -361,6 +366,7 @@ class LauncherSpec(_Spec):
     Args:
         remote: The processes run on machines that this one can't look at, and find each other by themselves: devices aren't looked for here, and
             no address is needed.
+        own_files: They see other files than this machine (those of an image), so the script isn't looked for here.
 
     Example:
         >>> LauncherSpec(name="local").remote
@@ -368,6 +374,7 @@ class LauncherSpec(_Spec):
     """
 
     remote: bool = False
+    own_files: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

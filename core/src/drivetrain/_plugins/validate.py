@@ -54,7 +54,8 @@ def _text_problem(spec: AnySpec) -> str | None:
             return f"the name {label!r} must be made of lower-case letters, digits and single hyphens"
     if not spec.target and not isinstance(spec, ClusterSpec):
         return "it names no target"
-    for what, value in (("target", spec.target), ("options", spec.options)):
+    named = {"target": spec.target, "options": spec.options, "machine": getattr(spec, "machine", "")}
+    for what, value in named.items():
         if value and not _TARGET.fullmatch(value):
             return f"{what} {value!r} isn't of the form 'package.module:Name'"
     if spec.accepts and not spec.options:

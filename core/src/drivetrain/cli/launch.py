@@ -329,8 +329,7 @@ def _decide(flags: Mapping[str, Any], words: tuple[str, ...]) -> Decision:
         plain=flags.get("no_python", False),
         per_machine=flags.get("nproc_per_node"),
     )
-    check_command(command.words, module=command.module, plain=command.plain)
-    return decide(
+    decision = decide(
         command,
         LaunchOptions.from_mapping(_part(flags, _LAUNCH)),
         _part(flags, tuple(CoreSettings.hints())),
@@ -340,6 +339,9 @@ def _decide(flags: Mapping[str, Any], words: tuple[str, ...]) -> Decision:
         environ=os.environ,
         availability=detect_devices(registry.specs("device").values()),
     )
+    elsewhere = decision.launcher.own_files
+    check_command(command.words, module=command.module, plain=command.plain, elsewhere=elsewhere)
+    return decision
 
 
 def _part(flags: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

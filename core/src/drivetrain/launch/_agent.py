@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -31,10 +32,12 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from drivetrain.config.settings import STOPPED_FILE
 from drivetrain.errors import ConfigurationError
 from drivetrain.interfaces.launcher import LaunchRequest
 from drivetrain.launch._checks import command_line, local_world_size
 from drivetrain.launch._environment import rank_environment
+from drivetrain.launch._first_time import first_time
 from drivetrain.launch._processes import FAILURE_GRACE, RankProcesses
 from drivetrain.launch.options import LocalOptions
 
@@ -187,9 +190,15 @@ def rendezvous_of(request: LaunchRequest, options: LocalOptions) -> RendezvousHa
         local_addr=options.local_addr,
         **settings,
     )
-    try:
+
+    def make() -> RendezvousHandler:
         handler = get_rendezvous_handler(parameters)
         return handler if backend == "static" else Anew(handler)
+
+    try:
+        if not options.lookup_timeout:
+            return make()
+        return first_time(make, machine=request.machine_rank, seconds=options.lookup_timeout)
     except ValueError as error:
         raise ConfigurationError(
             f"Machines can't meet with rdzv_backend={backend!r} and rdzv_conf={dict(options.rdzv_conf)}: {error} "
@@ -296,6 +305,12 @@ class Agent(SimpleElasticAgent):
 
     def _stop_workers(self, *_: Any, **__: Any) -> None:
         self._processes.stop(signal.SIGTERM, grace=FAILURE_GRACE, hurry=self._hurry)
+
+    def _exit_barrier(self) -> None:
+        """Wait for the other machines' ranks, unless a signal to some launcher ended them all: that one doesn't come here."""
+        note = self._environment.get(STOPPED_FILE)
+        if note is None or not Path(note).exists():
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _shutdown(self, *_: Any, **__: Any) -> None:
         signum = self._interrupt()

@@ -117,8 +117,16 @@ def check_numbers(request: LaunchRequest, *, remote: bool = False) -> None:
         )
 
 
-def check_command(command: Sequence[str], *, module: bool = False, plain: bool = False) -> None:
+def check_command(
+    command: Sequence[str], *, module: bool = False, plain: bool = False, elsewhere: bool = False
+) -> None:
     """Find what can't be run.
+
+    Args:
+        command: Script, module or program, and its arguments.
+        module: It is a module.
+        plain: It is a program.
+        elsewhere: It lies where this machine can't look.
 
     Raises:
         ConfigurationError: For a script, module or program that isn't there, with the nearest match.
@@ -128,6 +136,8 @@ def check_command(command: Sequence[str], *, module: bool = False, plain: bool =
     if plain and module:
         raise ConfigurationError("A command is either a module (-m) or a program (--no-python), not both.")
     name = command[0]
+    if elsewhere:
+        return
     if plain:
         if shutil.which(name) is None:
             raise ConfigurationError(f"There is no program {name!r} on the PATH, or it isn't executable.")

@@ -18,6 +18,7 @@ from drivetrain.config.precedence import check_section
 from drivetrain.errors import ConfigurationError
 from drivetrain.interfaces.launcher import LaunchRequest
 from drivetrain.launch._checks import check_numbers
+from drivetrain.launch._placement import placement
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.specs import DeviceSpec, LauncherSpec, ProcessInfo
 
@@ -98,6 +99,11 @@ def decide(
     reasons = Sections(registry).check(file)
     if launcher.remote:
         _check_remote(command, options, launcher)
+    else:
+        clusters = registry.specs("cluster").values()
+        options, per_machine, place = placement(clusters, environ, options, resolved.origins, command.per_machine)
+        command = dataclasses.replace(command, per_machine=per_machine)
+        reasons += [place] if place else []
     total = _total(command, options, counter, reasons, asked=str(resolved.origins["num_processes"]))
     check_numbers(_numbers(total, options), remote=launcher.remote)
     local = total // options.num_machines

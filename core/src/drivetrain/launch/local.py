@@ -67,11 +67,11 @@ class LocalLauncher(Launcher):
         for note in _without_effect(request, options):
             errors.write(f"drivetrain: {note}\n".encode())
         with tempfile.TemporaryDirectory(prefix="drivetrain-") as scratch:
-            request, note = _with_note(request, options, Path(scratch))
+            request, stopped_file = _with_note(request, options, Path(scratch))
             job = Job(request, options, Path(scratch), stdout=Sink(sys.stdout), stderr=errors)
             outcome = job.run()
-            stopped = note is not None and note.exists()
-        if note is not None and not outcome.failures:
+            stopped = stopped_file is not None and stopped_file.exists()
+        if stopped_file is not None and not outcome.failures:
             return options.stopped_exit_code if stopped else 0
         if outcome.signum is not None:
             text = interrupt_report(outcome.signum, outcome.failures)

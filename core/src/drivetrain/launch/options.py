@@ -70,7 +70,8 @@ class LocalOptions(Options):
             "none" leaves that to the system.
         hang_timeout: After so many seconds in which no rank has printed anything, the Python stacks of all are printed once; None for
             never.
-        lookup_timeout: Seconds in which the name of machine 0 may become known: some systems give machines their names as they start.
+        lookup_timeout: Seconds in which the name of machine 0 may become known, and one of an earlier start be gone: some systems give
+            machines their names as they start, and replace them one by one.
         stopped_exit_code: Exit code if all ranks succeeded, but a signal had `accelerator.should_stop` end them before their time: whoever
             started the launcher can tell that the run isn't done. After a signal to the launcher the ranks' word counts then, too. 0 makes no
             difference.

@@ -1,0 +1,1 @@
+"""Kubernetes for Drivetrain: detection inside of pods, and ``drivetrain launch --on kubernetes``."""
