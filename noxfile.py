@@ -91,6 +91,8 @@ def install_all(session: nox.Session) -> None:
     run(session, *pip, *TOOLS)
     editable = [part for package in [*PACKAGES, *CONTRIB] for part in ("-e", package)]
     run(session, *pip, "--no-build-isolation", *editable)
+    # Its programs have the names of Open MPI's: in a folder of its own.
+    run(session, *pip, "--upgrade", "--target", VENV / "mpich", "mpich")
     stamp.write_text(wanted)
 
 
