@@ -125,10 +125,15 @@ def test_a_server_that_is_busy_and_a_connection_that_breaks(job, cluster):
 
 
 def test_why_a_pod_does_not_start_is_said(job, cluster, soon):
-    process = job("", "-n", 1, "--kubernetes-image", "missing:1")
+    cluster.queue = True
+    flags = ["--kubernetes-gang", "kueue", "--kubernetes-queue", "main"]
+    process = job("", "-n", 1, "--kubernetes-image", "missing:1", *flags)
+    assert soon(lambda: sum("/jobs/" in path for _, path in cluster.requests) > 0, 60)
+    cluster.release()
     assert soon(lambda: sum(path.endswith("/pods") for _, path in cluster.requests) > 1, 60)
     process.send_signal(signal.SIGINT)
     _, err = end(process, 60)
+    assert "is suspended: it waits for its queue" in err
     assert "machine 0 waits: ErrImagePull: there is no missing:1" in err
     assert process.returncode == 130
 
@@ -193,6 +198,10 @@ accelerator.end_training()
         (["-n", "1", "--kubernetes-volumes", "data:/data"], "pvc:CLAIM:/path"),
         (["-n", "1", "--kubernetes-environment-keys", "TOKEN=abcdef"], "VARIABLE=secret/NAME/KEY"),
         (["-n", "1", "--kubernetes-environment", '{"HUB_TOKEN": "abcdef"}'], "HUB_TOKEN=secret/NAME/KEY"),
+        (
+            ["-n", "1", "--kubernetes-environment", '{"A": "1"}', "--kubernetes-environment-keys", "A=secret/s/k"],
+            "both",
+        ),
         (["-n", "1", "--kubernetes-tolerations", "gpu:Never"], "NoSchedule"),
         (["-n", "1", "--kubernetes-gang", "kueue"], "--kubernetes-queue"),
         (["-n", "1", "--kubernetes-kind", "trainjob", "--kubernetes-ttl", "3"], "its runtime"),

@@ -39,12 +39,14 @@ class JobState:
         succeeded: It has ended well.
         reason: Why it failed, in the cluster's words.
         gone: Nobody knows it any more.
+        suspended: It isn't meant to run yet.
     """
 
     over: bool = False
     succeeded: bool = False
     reason: str = ""
     gone: bool = False
+    suspended: bool = False
 
 
 class Cluster:
@@ -241,4 +243,4 @@ def _state(found: Object) -> JobState:
     if "Failed" in held:
         failed = held["Failed"]
         return JobState(over=True, reason=": ".join(filter(None, (failed.get("reason"), failed.get("message")))))
-    return JobState()
+    return JobState(suspended=bool(found["spec"].get("suspend")))
