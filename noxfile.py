@@ -52,6 +52,8 @@ TOOLS = [
     "hypothesis",
     "import-linter",
     "ipykernel",
+    "kubeflow-trainer-api",
+    "kubernetes-validate",
     "matplotlib",
     "moto[server]",
     "mypy",
@@ -93,6 +95,8 @@ def install_all(session: nox.Session) -> None:
     run(session, *pip, *FIRST)
     editable = [part for package in [*PACKAGES, *CONTRIB] for part in ("-e", package)]
     run(session, *pip, "--no-build-isolation", *editable, DS_BUILD_OPS="0")
+    # Its programs have the names of Open MPI's: in a folder of its own.
+    run(session, *pip, "--upgrade", "--target", VENV / "mpich", "mpich")
     stamp.write_text(wanted)
 
 

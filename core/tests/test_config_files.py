@@ -86,8 +86,8 @@ def test_a_missing_file_says_who_named_it(tmp_path):
 
 
 def test_files_of_other_formats_are_refused_by_name(write):
-    with pytest.raises(ConfigurationError, match="are TOML"):
-        read_config_file(write("mixed_precision: bf16", "default_config.yaml"))
+    with pytest.raises(ConfigurationError, match="are TOML or YAML"):
+        read_config_file(write("{}", "default_config.json"))
 
 
 def test_unknown_sections_are_sentences(write):

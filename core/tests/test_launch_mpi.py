@@ -17,12 +17,14 @@ from drivetrain.testing.launching import marked_processes
 
 BIN = str(Path(sys.executable).parent)
 PATH = os.pathsep.join([BIN, os.environ.get("PATH", "")])
+#: Open MPI and MPICH have programs of the same names: where both come as packages, MPICH lies in a folder of its own.
+MPICH = os.pathsep.join([PATH, str(Path(sys.prefix) / "mpich" / "bin")])
 
 
 @pytest.fixture(params=["mpirun", "mpiexec.hydra"])
 def mpi(request, tmp_path):
     """``mpi(script, *flags)``: starts a job; its output appears when it is waited for."""
-    program = shutil.which(request.param, path=PATH)
+    program = shutil.which(request.param, path=MPICH)
     if program is None:
         pytest.skip(f"there is no {request.param} here")
     started, mark = [], f"launch-mpi-{tmp_path.name}"
@@ -52,7 +54,6 @@ def mpi(request, tmp_path):
         started.append(process)
         return process
 
-    start.labelled = request.param == "mpirun"
     yield start
     for process in started:
         if process.poll() is None:
@@ -71,13 +72,28 @@ def test_ranks_meet(mpi):
     process = mpi(script, "-n", 2, "--mixed-precision", "no")
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
-    label = "[rank {0}] " if mpi.labelled else ""
     assert sorted(line for line in out.splitlines() if "sees" in line) == [
-        f"{label}rank {{0}} sees [0, 1]".format(r) for r in (0, 1)
+        f"[rank {r}] rank {r} sees [0, 1]" for r in (0, 1)
     ]
 
 
 RANK = "import os, sys, time\nrank = os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']\n"
+
+
+def test_lines_that_ranks_write_in_pieces_are_labelled_once(mpi):
+    script = RANK + (
+        "for part in ('a', 'b', 'c\\nd', 'e\\n', 'last'):\n    print(part, end='', flush=True)\n    time.sleep(0.1)\n"
+    )
+    process = mpi(script, "-n", 2)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert sorted(out.splitlines()) == [f"[rank {r}] {text}" for r in (0, 1) for text in ("abc", "de", "last")]
+
+
+def test_labels_can_be_left_out(mpi):
+    process = mpi("print('plain')", "-n", 2, "--no-label")
+    out, err = process.communicate(timeout=60)
+    assert out.splitlines() == ["plain", "plain"], err
 
 
 def test_a_rank_that_exits_7_while_another_hangs(mpi):

@@ -9,7 +9,7 @@ import grimp
 import pytest
 
 #: Where a requirement's name isn't that of its module.
-_MODULES = {"typing-extensions": "typing_extensions", "tomli": "tomli"}
+_MODULES = {"typing-extensions": "typing_extensions", "tomli": "tomli", "pyyaml": "yaml", "ruamel.yaml": "ruamel"}
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ from .option_probes import (  # noqa: F401
     fsdp,
     handlers,
     keywords,
+    kubernetes,
     launching,
     look,
     meshes,

@@ -158,6 +158,7 @@ class SmallCluster:
         self.requests = []
         self.failing = 0
         self.cut = 0
+        self.queue = False
         self.stopped = False
         self._lock = threading.RLock()
         cluster = self
@@ -200,6 +201,12 @@ class SmallCluster:
         )
         pod.terminate()
 
+    def release(self):
+        """What a queue does once there is room."""
+        with self._lock:
+            for made in self.objects.values():
+                made["spec"].pop("suspend", None)
+
     # -- what the handler calls --------------------------------------------------------------------------------------------
 
     def create(self, namespace, made):
@@ -210,6 +217,8 @@ class SmallCluster:
                 raise Refused(409, f"{made['kind'].lower()}s {key[2]!r} already exists")
             meta = {**made["metadata"], "uid": uuid.uuid4().hex, "namespace": namespace}
             self.objects[key] = {**made, "metadata": meta, "status": {}}
+            if self.queue and "kueue.x-k8s.io/queue-name" in meta["labels"]:
+                self.objects[key]["spec"] = {**made["spec"], "suspend": True}
             return self.objects[key]
 
     def delete(self, kind, namespace, name):
@@ -242,7 +251,7 @@ class SmallCluster:
         while not self.stopped:
             with self._lock:
                 for (kind, _, name), made in list(self.objects.items()):
-                    if kind in ("Job", "TrainJob") and not made["status"]:
+                    if kind in ("Job", "TrainJob") and not made["status"] and not made["spec"].get("suspend"):
                         self._reconcile(kind, name, made)
             time.sleep(0.05)
 

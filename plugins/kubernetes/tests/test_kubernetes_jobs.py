@@ -6,6 +6,9 @@ import re
 import signal
 
 import pytest
+from click.testing import CliRunner
+
+from drivetrain.cli import main
 
 GATHER = """
 import torch
@@ -21,23 +24,23 @@ def end(process, seconds):
     return process.communicate(timeout=seconds)
 
 
-@pytest.mark.parametrize("kind", ["job", "trainjob"])
-def test_pods_meet_and_their_output_is_shown_with_labels(job, cluster, kind):
-    process = job(GATHER, "-n", 2, "--nnodes", 2, "--kubernetes-kind", kind, "--kubernetes-name", "run")
-    out, err = end(process, 120)
-    assert process.returncode == 0, (out, err)
-    lines = sorted(line for line in out.splitlines() if "sees" in line)
-    assert lines == [f"[rank {r}] rank {r} local 0 sees [0, 1]" for r in (0, 1)]
-    assert re.search(r"submitted (Job|TrainJob) run in namespace lab", err)
-
-
 @pytest.mark.slow
-def test_several_processes_in_each_pod(job):
-    process = job(GATHER, "-n", 4, "--nnodes", 2)
-    out, err = end(process, 180)
+def test_pods_meet_and_their_output_is_shown_with_labels(job, cluster):
+    process = job(GATHER, "-n", 4, "--nnodes", 2, "--kubernetes-name", "run")
+    out, err = end(process, 200)
     assert process.returncode == 0, (out, err)
     lines = sorted(line for line in out.splitlines() if "sees" in line)
     assert lines == [f"[rank {r}] rank {r} local {r % 2} sees [0, 1, 2, 3]" for r in range(4)]
+    assert "submitted Job run in namespace lab" in err
+
+
+def test_a_train_job(job, cluster):
+    script = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['PET_NNODES'])"
+    process = job(script, "-n", 2, "--kubernetes-kind", "trainjob", "--kubernetes-name", "run")
+    out, err = end(process, 90)
+    assert process.returncode == 0, (out, err)
+    assert sorted(out.splitlines()) == ["[rank 0] 0 2 1", "[rank 1] 1 2 1"]
+    assert "submitted TrainJob run in namespace lab" in err
 
 
 HANG = """
@@ -122,10 +125,15 @@ def test_a_server_that_is_busy_and_a_connection_that_breaks(job, cluster):
 
 
 def test_why_a_pod_does_not_start_is_said(job, cluster, soon):
-    process = job("", "-n", 1, "--kubernetes-image", "missing:1")
+    cluster.queue = True
+    flags = ["--kubernetes-gang", "kueue", "--kubernetes-queue", "main"]
+    process = job("", "-n", 1, "--kubernetes-image", "missing:1", *flags)
+    assert soon(lambda: sum("/jobs/" in path for _, path in cluster.requests) > 0, 60)
+    cluster.release()
     assert soon(lambda: sum(path.endswith("/pods") for _, path in cluster.requests) > 1, 60)
     process.send_signal(signal.SIGINT)
     _, err = end(process, 60)
+    assert "is suspended: it waits for its queue" in err
     assert "machine 0 waits: ErrImagePull: there is no missing:1" in err
     assert process.returncode == 130
 
@@ -136,7 +144,6 @@ def test_a_pod_that_is_preempted_saves_and_the_job_goes_on(job, cluster, soon):
     assert soon(lambda: (cluster.folder / "running").exists(), 90)
     cluster.preempt(1)
     out, err = end(process, 200)
-    print(out, err)
     assert process.returncode == 0, (out, err)
     assert "saved at step" in out and "finished at step 10" in out
     assert "machine 1 must go" in err
@@ -180,3 +187,69 @@ for epoch in accelerator.epochs(1):
 accelerator.print("finished at step", accelerator.step)
 accelerator.end_training()
 """
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "can't be seen from here"),
+        (["-n", "2", "--main-process-ip", "a"], "the pods find each other"),
+        (["--nnodes", "1:2", "-n", "2"], "their number is fixed"),
+        (["-n", "1", "--kubernetes-volumes", "data:/data"], "pvc:CLAIM:/path"),
+        (["-n", "1", "--kubernetes-environment-keys", "TOKEN=abcdef"], "VARIABLE=secret/NAME/KEY"),
+        (["-n", "1", "--kubernetes-environment", '{"HUB_TOKEN": "abcdef"}'], "HUB_TOKEN=secret/NAME/KEY"),
+        (
+            ["-n", "1", "--kubernetes-environment", '{"A": "1"}', "--kubernetes-environment-keys", "A=secret/s/k"],
+            "both",
+        ),
+        (["-n", "1", "--kubernetes-tolerations", "gpu:Never"], "NoSchedule"),
+        (["-n", "1", "--kubernetes-gang", "kueue"], "--kubernetes-queue"),
+        (["-n", "1", "--kubernetes-kind", "trainjob", "--kubernetes-ttl", "3"], "its runtime"),
+        (["-n", "1", "--kubernetes-names", "a"], "--kubernetes-name"),
+        (["-n", "1", "--kubernetes-name", "Big"], "lower-case"),
+        (["-n", "1", "--shutdown-timeout", "3"], "shutdown_timeout"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_submitted(cluster, flags, message):
+    words = ["launch", "--on", "kubernetes", "--kubernetes-image", "train:1", *flags, "train.py"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert "abcdef" not in result.output
+    assert cluster.requests == []
+
+
+@pytest.mark.parametrize(
+    ("made", "code", "message"),
+    [
+        ("taken", 1, "Job run can't be made: jobs 'run' already exists"),
+        ("unauthorized", 1, "Unauthorized"),
+        ("nobody", 1, "doesn't answer"),
+        ("nothing", 1, "no way to a cluster"),
+    ],
+)
+def test_what_the_cluster_refuses(cluster, tmp_path, monkeypatch, made, code, message):
+    words = [
+        "launch",
+        "-q",
+        "--on",
+        "kubernetes",
+        "--kubernetes-image",
+        "missing:1",
+        "--kubernetes-name",
+        "run",
+        "-n",
+        "1",
+    ]
+    words += ["--no-kubernetes-wait", "train.py"]
+    if made == "taken":
+        assert CliRunner().invoke(main, words).exit_code == 0
+    elif made == "nothing":
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+    else:
+        old, new = {"unauthorized": ("a-token-", "another-"), "nobody": (cluster.url, "http://127.0.0.1:9")}[made]
+        (tmp_path / "config").write_text(cluster.kubeconfig.read_text().replace(old, new))
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    result = CliRunner().invoke(main, words)
+    assert (result.exit_code, message in result.output) == (code, True), result.output
+    assert "Traceback" not in result.output and "that-nobody-may-see" not in result.output

@@ -18,7 +18,7 @@ from drivetrain.errors import ConfigurationError
 if TYPE_CHECKING:
     from drivetrain._engine.collecting import Sections
 
-__all__ = ["Assignments", "problems", "resolved_rows", "write_changes"]
+__all__ = ["Assignments", "Key", "problems", "resolved_rows"]
 
 Key = tuple[str, str]
 
@@ -144,55 +144,3 @@ def _rows(section: str, options: Options, origins: Mapping[str, Any]) -> list[di
         value = msgspec.to_builtins(getattr(options, name), enc_hook=str)
         rows.append({"key": f"{section}.{name}" if section else name, "value": value, "origin": str(origin)})
     return rows
-
-
-def write_changes(path: Path, values: Mapping[Key, Any], dropped: Sequence[Key]) -> None:
-    """Set and take out keys of a TOML file; what else stands there stays as it is, comments too. A file that isn't there is made.
-
-    Raises:
-        ConfigurationError: If the file isn't TOML, or a key to take out isn't there.
-    """
-    import tomlkit
-    from tomlkit.exceptions import ParseError
-
-    try:
-        document = tomlkit.parse(path.read_text(encoding="utf-8")) if path.exists() else tomlkit.document()
-    except ParseError as error:
-        raise ConfigurationError(f"{path} is not valid TOML: {error}") from None
-    for (section, name), value in sorted(values.items()):
-        if value is None:  # TOML has no word for it: it is the default of every setting that may be none
-            _drop(document, section, name)
-            continue
-        table = _table(document, section, make=True)
-        table[_spelling(table, name)] = value
-    for section, name in dropped:
-        if not _drop(document, section, name):
-            raise ConfigurationError(f"{path} has no {f'{section}.{name}' if section else name}.")
-    path.write_text(tomlkit.dumps(document), encoding="utf-8")
-
-
-def _drop(document: Any, section: str, name: str) -> bool:
-    table = _table(document, section, make=False)
-    if table is None or _spelling(table, name) not in table:
-        return False
-    del table[_spelling(table, name)]
-    return True
-
-
-def _table(document: Any, section: str, *, make: bool) -> Any:
-    """The table of a section, in the spelling that the file has; core's settings may stand under ``[core]``."""
-    import tomlkit
-
-    if not section:
-        return document.get("core", document)
-    name = _spelling(document, section)
-    if name not in document:
-        if not make:
-            return None
-        document[name] = tomlkit.table()
-    return document[name]
-
-
-def _spelling(table: Any, name: str) -> str:
-    """A hyphen and an underscore are the same: what the file has, or an underscore."""
-    return next((str(key) for key in table if str(key).replace("-", "_") == name), name)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from drivetrain.cli._settings import Assignments, problems, resolved_rows, write_changes
-from drivetrain.config.files import DEFAULT_FILE, ConfigFile, read_config_file
+from drivetrain.cli._settings import Assignments, problems, resolved_rows
+from drivetrain.cli._writing import write_changes
+from drivetrain.config.files import DEFAULT_FILE, DEFAULT_FILES, ConfigFile, default_file, read_config_file, read_text
 from drivetrain.config.settings import variable
 from drivetrain.errors import ConfigurationError
 
@@ -39,7 +40,12 @@ def _sections() -> Sections:
 
 @click.group("config", invoke_without_command=True, context_settings=_DASHES)
 @click.option(
-    "--output", "-o", type=click.Path(path_type=Path), default=Path(DEFAULT_FILE), show_default=True, help="The file."
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    default=Path(DEFAULT_FILE),
+    show_default=True,
+    help="The file: TOML, or YAML if its name ends so.",
 )
 @click.option(
     "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="An answer, as in launch.num_processes=4."
@@ -70,7 +76,7 @@ def config(ctx: click.Context, output: Path, assignments: Sequence[str], yes: bo
         output.unlink()
     write_changes(output, complete.values, ())
     click.echo(f"wrote {output}")
-    if output.name == DEFAULT_FILE:
+    if output.name in DEFAULT_FILES and not output.parent.name:
         click.echo("`drivetrain launch` in this directory takes it by itself; `drivetrain config show` explains it.")
     else:
         click.echo(f"Use it with `drivetrain launch --config-file {output}` or {variable('config_file')}={output}.")
@@ -83,7 +89,7 @@ def config(ctx: click.Context, output: Path, assignments: Sequence[str], yes: bo
 def show(file: Path | None, everything: bool, as_json: bool) -> None:
     """Show each setting with its value and where that came from.
 
-    FILE defaults to that of DRIVETRAIN_CONFIG_FILE, or else drivetrain.toml in this directory.
+    FILE defaults to that of DRIVETRAIN_CONFIG_FILE, or else drivetrain.toml (or .yaml) in this directory.
     """
     found = _file(file)
     sections = _sections()
@@ -102,13 +108,14 @@ def show(file: Path | None, everything: bool, as_json: bool) -> None:
 
 
 @config.command("check", context_settings=_DASHES)
-@click.argument("file", type=click.Path(path_type=Path), default=Path(DEFAULT_FILE))
+@click.argument("file", required=False, type=click.Path(path_type=Path))
 @click.pass_context
-def check(ctx: click.Context, file: Path) -> None:
+def check(ctx: click.Context, file: Path | None) -> None:
     """Find what is wrong with a configuration file: every unknown key and wrong value, with its line.
 
     Sections of plugins that aren't installed here are named, and no error.
     """
+    file = file or _present()
     wrong, notes = problems(file, _sections())
     for note in notes:
         click.echo(f"note: {note}", err=True)
@@ -120,13 +127,14 @@ def check(ctx: click.Context, file: Path) -> None:
 
 
 @config.command("update", context_settings=_DASHES)
-@click.argument("file", type=click.Path(path_type=Path), default=Path(DEFAULT_FILE))
+@click.argument("file", required=False, type=click.Path(path_type=Path))
 @click.option(
     "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="A new value, as in ddp.bucket_cap_mb=50."
 )
 @click.option("--unset", "dropped", multiple=True, metavar="KEY", help="A key to take out.")
-def update(file: Path, assignments: Sequence[str], dropped: Sequence[str]) -> None:
+def update(file: Path | None, assignments: Sequence[str], dropped: Sequence[str]) -> None:
     """Change values of a configuration file; its order and comments stay."""
+    file = file or _present()
     if not file.is_file():
         raise _Usage(f"There is no file {file}: `drivetrain config` writes one.")
     if not assignments and not dropped:
@@ -142,6 +150,35 @@ def update(file: Path, assignments: Sequence[str], dropped: Sequence[str]) -> No
     click.echo(f"wrote {file}")
 
 
+@config.command("convert", context_settings=_DASHES)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    default=Path("drivetrain.yaml"),
+    show_default=True,
+    help="The new file.",
+)
+@click.option("--force", is_flag=True, help="Overwrite a file that is there.")
+def convert(file: Path, output: Path, force: bool) -> None:
+    """Write the settings of one of Accelerate's configuration files as one of Drivetrain's, and name what has no counterpart."""
+    from drivetrain.cli import _converting
+
+    if output.exists() and not force:
+        raise _Usage(f"{output} is there already: name another with --output, or overwrite it with --force.")
+    try:
+        found = _converting.convert(read_text(file, said_by="drivetrain config convert"), file, _sections())
+        if output.exists():
+            output.unlink()
+        write_changes(output, found.values.values, ())
+    except ConfigurationError as error:
+        raise _Usage(str(error)) from None
+    for sentence in found.left:
+        click.echo(sentence, err=True)
+    click.echo(f"wrote {output}")
+
+
 def _parse(words: Sequence[str]) -> Assignments:
     try:
         return Assignments.parse(words, _sections())
@@ -149,12 +186,19 @@ def _parse(words: Sequence[str]) -> Assignments:
         raise _Usage(str(error)) from None
 
 
+def _present() -> Path:
+    """The file of this directory."""
+    try:
+        return default_file() or Path(DEFAULT_FILE)
+    except ConfigurationError as error:
+        raise _Usage(str(error)) from None
+
+
 def _file(path: Path | None, environ: Mapping[str, str] = os.environ) -> ConfigFile:
     """The file that is meant; an empty one stands for none."""
     name: Any = path or environ.get(variable("config_file"), "").strip() or None
-    if name is None and Path(DEFAULT_FILE).is_file():
-        name = DEFAULT_FILE
     try:
+        name = name or default_file()
         return ConfigFile() if name is None else read_config_file(name)
     except ConfigurationError as error:
         raise _Usage(str(error)) from None

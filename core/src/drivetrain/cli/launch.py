@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from drivetrain.cli._flags import GroupedCommand, GroupedOption, SectionFlags, group_option, setting_flags
-from drivetrain.config.files import DEFAULT_FILE
+from drivetrain.config.files import default_file
 from drivetrain.config.settings import CoreSettings, variable
 from drivetrain.errors import ConfigurationError
 
@@ -180,7 +179,7 @@ _SETTINGS = {
     "Training", "--backend", metavar="NAME", help="How models live across processes; default: what fits best."
 )
 @group_option("Training", "--dynamo-backend", metavar="NAME", help="Compiler backend of torch.compile.")
-@group_option("Training", "--config-file", type=click.Path(), help="Configuration file (TOML).")
+@group_option("Training", "--config-file", type=click.Path(), help="Configuration file (TOML or YAML).")
 @group_option(
     "Several machines",
     "--num-machines",
@@ -367,13 +366,11 @@ def _plain_flags(given: Mapping[str, Any]) -> dict[str, Any]:
         flags["cpu_binding"] = _once(flags, "cpu_binding", "numa", "--enable-cpu-affinity")
     if flags.get("multi_gpu") and flags.get("num_processes") is None:
         flags["nproc_per_node"] = _once(flags, "nproc_per_node", "gpu", "--multi-gpu")
-    if (
-        "config_file" not in flags
-        and not os.environ.get(variable("config_file"), "").strip()
-        and Path(DEFAULT_FILE).is_file()
-    ):
-        flags["config_file"] = DEFAULT_FILE
-        flags["notes"] = [f"settings of {DEFAULT_FILE} in this directory count (--config-file names another)."]
+    if "config_file" not in flags and not os.environ.get(variable("config_file"), "").strip():
+        found = default_file()
+        if found is not None:
+            flags["config_file"] = str(found)
+            flags["notes"] = [f"settings of {found} in this directory count (--config-file names another)."]
     return flags
 
 

@@ -1,4 +1,4 @@
-"""The configuration file: TOML, core's settings at the top level or under ``[core]``, one section per spec."""
+"""The configuration file: TOML or YAML, core's settings at the top level or under ``[core]``, one section per spec."""
 
 from __future__ import annotations
 
@@ -14,12 +14,27 @@ from drivetrain.config.options import nearest
 from drivetrain.config.settings import CoreSettings
 from drivetrain.errors import ConfigurationError
 
-__all__ = ["DEFAULT_FILE", "ConfigFile", "read_config_file"]
+__all__ = [
+    "DEFAULT_FILE",
+    "DEFAULT_FILES",
+    "YAML_SUFFIXES",
+    "ConfigFile",
+    "default_file",
+    "read_config_file",
+    "read_text",
+]
 
 #: The file that ``drivetrain config`` writes and that ``drivetrain launch`` takes by itself from the present directory.
 DEFAULT_FILE = "drivetrain.toml"
+#: All names under which it is looked for.
+DEFAULT_FILES = (DEFAULT_FILE, "drivetrain.yaml", "drivetrain.yml")
+
+#: Files that end so are YAML; all others are TOML.
+YAML_SUFFIXES = (".yaml", ".yml")
 
 _CORE = "core"
+#: Keys of which each file that Accelerate writes has both.
+_OF_ACCELERATE = frozenset({"compute_environment", "distributed_type"})
 
 
 class ConfigFile(msgspec.Struct, frozen=True):
@@ -61,6 +76,25 @@ class ConfigFile(msgspec.Struct, frozen=True):
         )
 
 
+def default_file(folder: str | Path = "") -> Path | None:
+    """The file of a directory that counts without being named, or None.
+
+    Raises:
+        ConfigurationError: If there are several.
+
+    Example:
+        >>> import tempfile
+        >>> default_file(tempfile.mkdtemp()) is None
+        True
+    """
+    found = [path for name in DEFAULT_FILES if (path := Path(folder, name)).is_file()]
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"{' and '.join(map(str, found))} are both here: remove one, or name the one that counts (--config-file)."
+        )
+    return found[0] if found else None
+
+
 def read_config_file(path: str | Path, *, said_by: str = "config_file") -> ConfigFile:
     r"""Read a configuration file.
 
@@ -69,7 +103,7 @@ def read_config_file(path: str | Path, *, said_by: str = "config_file") -> Confi
         said_by: The argument or variable that named the file, for messages.
 
     Raises:
-        ConfigurationError: If it can't be read, isn't TOML, or has an unknown key of core; with file, line, key and the nearest match.
+        ConfigurationError: If it can't be read, isn't TOML (or YAML, if its name ends so), or has an unknown key of core; with file, line, key and the nearest match.
 
     Example:
         >>> import tempfile
@@ -80,13 +114,25 @@ def read_config_file(path: str | Path, *, said_by: str = "config_file") -> Confi
         >>> file.core, file.section("my-backend")
         ({'mixed_precision': 'bf16'}, {'size': 3})
     """
-    text = _read(Path(path), said_by)
-    data = _parse(text, path)
-    lines = _find_lines(text)
+    text = read_text(Path(path), said_by=said_by)
+    if Path(path).suffix.lower() in YAML_SUFFIXES:
+        from drivetrain.config.yaml_files import parse_yaml  # most runs have no such file
+
+        data, found = parse_yaml(text, path)
+        lines = {(_fold(section), _fold(key)): line for (section, key), line in found.items()}
+    else:
+        data, lines = _parse(text, path), _find_lines(text)
+    if _OF_ACCELERATE & data.keys():
+        raise ConfigurationError(
+            f"{path} ({said_by}) is a configuration file of Accelerate. `drivetrain config convert {path}` writes one with the same settings for "
+            "Drivetrain, and says what has no counterpart."
+        )
     file = ConfigFile(str(path), {}, {}, lines)
     core: dict[str, Any] = {}
     sections: dict[str, Mapping[str, Any]] = {}
     for key, value in data.items():
+        if value is None and _fold(key) not in CoreSettings.hints():
+            value = {}  # a section of YAML in which nothing stands
         if not isinstance(value, dict):
             _add_core(core, key, value, "", file)
         elif _fold(key) == _CORE:
@@ -97,9 +143,26 @@ def read_config_file(path: str | Path, *, said_by: str = "config_file") -> Confi
     return ConfigFile(str(path), core, sections, lines)
 
 
-def _read(path: Path, said_by: str) -> str:
-    if path.suffix.lower() in (".yaml", ".yml", ".json"):
-        raise ConfigurationError(f"{path} ({said_by}): configuration files are TOML, for example drivetrain.toml.")
+def read_text(path: Path, *, said_by: str) -> str:
+    """The text of a configuration file.
+
+    Args:
+        path: Where it lies.
+        said_by: The argument or variable that named the file, for messages.
+
+    Raises:
+        ConfigurationError: If it can't be read, or is of another format by its name.
+
+    Example:
+        >>> read_text(Path("drivetrain.json"), said_by="--config-file")
+        Traceback (most recent call last):
+        ...
+        drivetrain.errors.ConfigurationError: drivetrain.json (--config-file): configuration files are TOML or YAML, for example drivetrain.toml or drivetrain.yaml.
+    """
+    if path.suffix.lower() in (".json", ".ini", ".cfg"):
+        raise ConfigurationError(
+            f"{path} ({said_by}): configuration files are TOML or YAML, for example drivetrain.toml or drivetrain.yaml."
+        )
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -310,7 +310,7 @@ class Agent(SimpleElasticAgent):
         """Wait for the other machines' ranks, unless a signal to some launcher ended them all: that one doesn't come here."""
         note = self._environment.get(STOPPED_FILE)
         if note is None or not Path(note).exists():
-            super()._exit_barrier()
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _shutdown(self, *_: Any, **__: Any) -> None:
         signum = self._interrupt()

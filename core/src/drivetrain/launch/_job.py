@@ -159,7 +159,8 @@ class Job:
             except Exception as error:  # of rendezvous: torch has many types for it
                 raise LaunchError(
                     f"The machines didn't meet at {self._request.main_process_ip}:{self._request.main_process_port}: "
-                    f"{type(error).__name__}: {error}"
+                    f"{type(error).__name__}: {error} Start the same command on each machine, with its own --machine-rank, and see that the others "
+                    "can reach that port of machine 0."
                 ) from error
 
     def _stop(self) -> None:

@@ -22,6 +22,7 @@ from drivetrain.launch._checks import local_world_size
 from drivetrain.launch._environment import base_environment
 from drivetrain.launch._job import free_port
 from drivetrain.launch._output import Sink
+from drivetrain.launch._pieces import PATTERN, Pieces
 from drivetrain.launch._processes import FAILURE_GRACE
 
 __all__ = ["MPILauncher", "MPIOptions"]
@@ -32,8 +33,10 @@ _WRAPPER = (
     'echo "drivetrain: rank ${OMPI_COMM_WORLD_RANK:-$PMI_RANK} failed with exit code $code" >&2; exit "$code"'
 )
 _FAILED = re.compile(r"drivetrain: rank (\d+) failed with exit code (\d+)")
-#: Open MPI's labels. MPICH's would stand before each piece of a line that a rank writes, so they aren't asked for.
+#: Open MPI's labels. MPICH's stand before each piece of a line that a rank writes: those are put together again.
 _LABEL = re.compile(r"^\[\d+,(\d+)\]<std(?:out|err)>: ?")
+#: A rank's last line may lack its newline, and another rank's label follow at once.
+_BEFORE_LABEL = re.compile(r"(?<!^)(?=\[\d+,\d+\]<std(?:out|err)>: )")
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,8 @@ class MPILauncher(Launcher):
         several = local if request.num_machines > 1 else None
         open_mpi = "Open MPI" in _version(program)
         words = _open_mpi(options, several, added) if open_mpi else _hydra(options, several, added)
-        if open_mpi and request.label_output and request.num_processes > 1:
-            words += ["--tag-output"]
+        if request.label_output and request.num_processes > 1:
+            words += ["--tag-output"] if open_mpi else ["-prepend-pattern", PATTERN]
         python = [] if request.plain else [sys.executable, "-u", *(["-m"] if request.module else [])]
         command = ["sh", "-c", _WRAPPER, "sh", *python, *request.command]
         return [program, "-n", str(request.num_processes), *words, *options.arguments, *command]
@@ -217,13 +220,26 @@ class _Run:
         return self._first[1] if self._first else (128 - code if code < 0 else code)
 
     def _read(self, stream: Any, sink: Sink, process: subprocess.Popen[bytes]) -> None:
-        for line in stream:
-            text = line.decode("utf-8", "replace")
-            failed = _FAILED.search(text)
-            if failed and self._first is None:
-                self._first = (int(failed[1]), int(failed[2]))
-                _end_later(process)
-            sink.write((_LABEL.sub(r"[rank \1] ", text) if self._label else text).encode())
+        pieces = Pieces()
+        while data := os.read(stream.fileno(), 65536):
+            for rank, line in pieces.feed(data):
+                self._show(rank, line, sink, process)
+        for rank, line in pieces.end():
+            self._show(rank, line, sink, process)
+
+    def _show(self, rank: int | None, line: bytes, sink: Sink, process: subprocess.Popen[bytes]) -> None:
+        text = line.decode("utf-8", "replace")
+        failed = _FAILED.search(text)
+        if failed and self._first is None:
+            self._first = (int(failed[1]), int(failed[2]))
+            _end_later(process)
+        if rank is not None:
+            sink.write(f"[rank {rank}] {text}".encode())
+        elif self._label:
+            lines = "\n".join(_BEFORE_LABEL.split(text)).splitlines(keepends=True)
+            sink.write("".join(_LABEL.sub(r"[rank \1] ", one) for one in lines).encode())
+        else:
+            sink.write(text.encode())
 
 
 def _end_later(process: subprocess.Popen[bytes]) -> None:

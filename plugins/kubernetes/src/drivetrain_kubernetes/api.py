@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +39,14 @@ class JobState:
         succeeded: It has ended well.
         reason: Why it failed, in the cluster's words.
         gone: Nobody knows it any more.
+        suspended: It isn't meant to run yet.
     """
 
     over: bool = False
     succeeded: bool = False
     reason: str = ""
     gone: bool = False
+    suspended: bool = False
 
 
 class Cluster:
@@ -200,10 +203,13 @@ def connect(context: str | None, namespace: str | None) -> Cluster:
     from kubernetes import client, config
 
     configuration = client.Configuration()
+    file = (
+        os.environ.get("KUBECONFIG", "").strip() or None
+    )  # the client itself looks when it is imported, and not again
     own = None
     try:
-        config.load_kube_config(context=context, client_configuration=configuration)
-        contexts, active = config.list_kube_config_contexts()
+        config.load_kube_config(file, context=context, client_configuration=configuration)
+        contexts, active = config.list_kube_config_contexts(file)
         chosen = next((c for c in contexts if c["name"] == context), active)
         own = chosen["context"].get("namespace")
     except config.ConfigException as problem:
@@ -237,4 +243,4 @@ def _state(found: Object) -> JobState:
     if "Failed" in held:
         failed = held["Failed"]
         return JobState(over=True, reason=": ".join(filter(None, (failed.get("reason"), failed.get("message")))))
-    return JobState()
+    return JobState(suspended=bool(found["spec"].get("suspend")))

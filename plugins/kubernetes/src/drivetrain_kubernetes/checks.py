@@ -61,6 +61,11 @@ def checked(request: LaunchRequest) -> KubernetesOptions:
                 f"kubernetes.{', '.join(wrong)}: a TrainJob can't say that, its runtime {options.runtime!r} does. Change the runtime, or use "
                 "--kubernetes-kind job."
             )
+    twice = sorted({text.partition("=")[0].strip() for text in options.environment_keys} & set(options.environment))
+    if twice:
+        raise ConfigurationError(
+            f"{', '.join(twice)}: both kubernetes.environment and environment_keys say it. Leave one out."
+        )
     _check_gang(options)
     if options.restart_policy == "OnFailure" and options.fail_on_exit_codes:
         raise ConfigurationError(

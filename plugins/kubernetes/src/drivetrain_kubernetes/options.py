@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -83,17 +82,17 @@ class KubernetesOptions(Options):
     gpu_resource: str = "nvidia.com/gpu"
     shared_memory: str | None = None
     volumes: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
     environment_keys: tuple[str, ...] = ()
     environment_from: tuple[str, ...] = ()
-    node_selector: Mapping[str, str] = field(default_factory=dict)
+    node_selector: dict[str, str] = field(default_factory=dict)
     tolerations: tuple[str, ...] = ()
     service_account: str | None = None
     priority_class: str | None = None
     image_pull_secrets: tuple[str, ...] = ()
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
-    annotations: Mapping[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    annotations: dict[str, str] = field(default_factory=dict)
     gang: Literal["kueue", "volcano", "coscheduling"] | None = None
     queue: str | None = None
     scheduler: str | None = None

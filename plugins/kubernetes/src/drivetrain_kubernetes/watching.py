@@ -108,6 +108,10 @@ class Watch:
                 state, pods = JobState(), []
             else:
                 self._look_at(pods)
+                if state.suspended:
+                    self._say_once(
+                        f"job {self._name} is suspended: it waits for its queue, or for somebody to resume it."
+                    )
             if deleted is not None:
                 if self._hurry or (state.gone and not pods) or time.monotonic() - deleted > self._grace + _REST:
                     break
