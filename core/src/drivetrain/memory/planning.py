@@ -144,7 +144,7 @@ def make_plans(
     Example:
         >>> from drivetrain.memory import known_hardware, profile_of_counts
         >>> profile = profile_of_counts(parameters=7e9, layers=32, hidden=4096, precision="bf16")
-        >>> make_plans(profile, known_hardware("t4"), TrainingRequest(batch_size=1)).reason.split(":")[0]
+        >>> make_plans(profile, known_hardware("t4"), TrainingRequest(batch_size=1), backend="single").reason.split(":")[0]
         'nothing fits in 14.4 GB per device (16.0 GB less 10%)'
     """
     asked = [p for p in (_installed() if planners is None else planners) if backend in ("auto", p.spec.backend)]
