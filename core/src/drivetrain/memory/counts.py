@@ -161,7 +161,11 @@ class _Sizes:
         copied = self.copies * self.rows
         done = [
             Stretch(
-                phase="forward", unit=0, peak=Moment(per_sample=embedded), end=Moment(per_sample=embedded), operations=3
+                phase="forward",
+                unit=0,
+                peaks=(Moment(per_sample=embedded),),
+                end=Moment(per_sample=embedded),
+                operations=3,
             )
         ]
         for i in range(self.layers):
@@ -170,7 +174,7 @@ class _Sizes:
                 Stretch(
                     phase="forward",
                     unit=i + 1,
-                    peak=Moment(per_sample=embedded + kept * i + inside, copies=copies or copied),
+                    peaks=(Moment(per_sample=embedded + kept * i + inside, copies=copies or copied),),
                     end=Moment(per_sample=embedded + kept * (i + 1), copies=copies),
                     flops=block,
                     moved=2 * inside,
@@ -181,14 +185,14 @@ class _Sizes:
         full = embedded + kept * self.layers
         at_head = Moment(per_sample=full + logits, copies=all_copies)
         done.append(
-            Stretch(phase="forward", unit=0, peak=at_head, end=at_head, flops=head, moved=2 * logits, operations=8)
+            Stretch(phase="forward", unit=0, peaks=(at_head,), end=at_head, flops=head, moved=2 * logits, operations=8)
         )
         head_grad = self.outside * self.grad
         done.append(
             Stretch(
                 phase="backward",
                 unit=0,
-                peak=Moment(per_sample=full + logits + self.logits * 4.0, copies=all_copies, gradients=head_grad),
+                peaks=(Moment(per_sample=full + logits + self.logits * 4.0, copies=all_copies, gradients=head_grad),),
                 end=Moment(per_sample=full + embedded, copies=all_copies, gradients=head_grad),
                 flops=2 * head,
                 moved=3 * logits,
@@ -202,10 +206,12 @@ class _Sizes:
                 Stretch(
                     phase="backward",
                     unit=i + 1,
-                    peak=Moment(
-                        per_sample=before + inside + 2 * embedded + 2 * self.mlp * self.compute,
-                        copies=copied * (1 if again else i + 1),
-                        gradients=gradients,
+                    peaks=(
+                        Moment(
+                            per_sample=before + inside + 2 * embedded + 2 * self.mlp * self.compute,
+                            copies=copied * (1 if again else i + 1),
+                            gradients=gradients,
+                        ),
                     ),
                     end=Moment(per_sample=before + embedded, copies=0 if again else copied * i, gradients=gradients),
                     flops=2 * block + (block if again else 0),

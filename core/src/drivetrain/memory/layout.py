@@ -135,7 +135,7 @@ class _Memory:
         units: list[list[ParameterProfile]] = [[] for _ in profile.units]
         for parameter in profile.parameters:
             units[parameter.unit].append(parameter)
-        trained = [[p for p in unit if p.trainable] for unit in units]
+        self.trained = trained = [[p for p in unit if p.trainable] for unit in units]
         shards = layout.shards
         self.gathered = [_sum(unit, shards, layout.gather_itemsize) * shards for unit in units]
         self.whole = [sum(p.nbytes for p in unit) for unit in trained]
@@ -179,15 +179,17 @@ class _Memory:
         reducing = -1  # the unit whose gradients were reduced last
         for i, stretch in enumerate(timeline.stretches):
             unit = stretch.unit
-            yield (
-                f"{stretch.phase} of {self.profile.units[unit] or 'what belongs to no unit'}",
-                self._sum_up(
-                    activations=self._activations(stretch.peak, samples) + inputs,
-                    gathered=self._gathered(stretch.phase, unit, finished),
-                    gradients=self._gradients(stretch.peak, stretch.phase, unit, finished),
-                    communication=self._communication(stretch.phase, unit, reducing),
-                ),
-            )
+            name = f"{stretch.phase} of {self.profile.units[unit] or 'what belongs to no unit'}"
+            for moment in stretch.peaks:
+                yield (
+                    name,
+                    self._sum_up(
+                        activations=self._activations(moment, samples) + inputs,
+                        gathered=self._gathered(stretch.phase, unit, finished),
+                        gradients=self._gradients(moment, stretch.phase, unit, finished),
+                        communication=self._communication(stretch.phase, unit, reducing),
+                    ),
+                )
             if stretch.phase == "backward" and unit and last[unit] == i:
                 kept = self._activations(stretch.end, samples) + inputs
                 yield from self._reduction(unit, finished, activations=kept)
@@ -217,13 +219,15 @@ class _Memory:
             ),
         )
         shards = self.layout.shards
+        low = self.layout.reduce_itemsize
+        cast = sum(p.shard_bytes(shards) for p in self.trained[unit] if low not in (None, p.itemsize))
         staged = round(self.reduced[unit] * self.hardware.staging) if shards > 1 else 0
         yield (
             name,
             self._sum_up(
                 activations=activations,
                 gathered=gathered,
-                gradients=held + self.reduced[unit] // shards,
+                gradients=held + self.reduced[unit] // shards + cast,
                 communication=flat + staged + ahead,
             ),
         )
@@ -265,8 +269,8 @@ class _Memory:
 
     def _gradients(self, moment: Moment, phase: str, unit: int, finished: set[int]) -> int:
         """Gradients of earlier units as they are kept, and those of this one, whole."""
-        if self.layout.gradients_in_buckets:
-            return self._largest(unit, phase)
+        if self.layout.gradients_in_buckets:  # those that aren't reduced yet are beside them
+            return self._largest(unit, phase) + (sum(self.whole) if self.accumulates else 0)
         everything = set(range(len(self.whole)))
         before = sum(self.whole[u] for u in finished)
         fresh = max(0, moment.gradients - before) if phase == "backward" else 0

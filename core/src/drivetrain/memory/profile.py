@@ -88,7 +88,7 @@ class Stretch:
     Args:
         phase: "forward" or "backward".
         unit: Index of the unit that computes.
-        peak: The moment with most bytes.
+        peaks: The moments of which one has most bytes; which one depends on the size of the micro-batch.
         end: The last moment.
         flops: Floating-point operations of matrix products, convolutions and attention, per sample.
         moved: Bytes that all other operations read and write, per sample.
@@ -97,11 +97,21 @@ class Stretch:
 
     phase: Literal["forward", "backward"]
     unit: int
-    peak: Moment = Moment()
+    peaks: tuple[Moment, ...] = (Moment(),)
     end: Moment = Moment()
     flops: float = 0.0
     moved: float = 0.0
     operations: int = 0
+
+    def peak(self, samples: float) -> Moment:
+        """The moment with most bytes, for a micro-batch of so many samples.
+
+        Example:
+            >>> few, many = Moment(fixed=10), Moment(per_sample=2)
+            >>> Stretch(phase="forward", unit=0, peaks=(few, many)).peak(8) is many
+            True
+        """
+        return max(self.peaks, key=lambda m: m.activations(samples) + m.copies + m.gradients)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from drivetrain.memory.activations import ActivationCheckpointing, checkpoint_ac
 from drivetrain.memory.blocks import repeated_blocks
 from drivetrain.memory.loss import default_loss
 from drivetrain.memory.profile import ModelProfile, Moment, OptimizerProfile, ParameterProfile, Stretch, Timeline
-from drivetrain.memory.tracing import ACTIVATION, CONSTANT, COPY, GRADIENT, Recorded, StepTrace
+from drivetrain.memory.tracing import CONSTANT, GRADIENT, Recorded, StepTrace
 
 __all__ = ["profile_model"]
 
@@ -181,7 +181,9 @@ class _Run:
         for group in optimizer.param_groups:
             kinds: dict[Any, torch.Tensor] = {}
             for parameter in group["params"]:
-                first = kinds.setdefault((parameter.shape, parameter.dtype), parameter)
+                # Steps on float32 copies make all copies at once.
+                alike = (parameter.shape if parameter.dtype is torch.float32 else id(parameter)), parameter.dtype
+                first = kinds.setdefault(alike, parameter)
                 counts[first] = counts.get(first, 0) + 1
                 everything += parameter.nbytes
             group["params"] = list(kinds.values())
@@ -211,7 +213,7 @@ class _Run:
         second = trace.stretches[-1]
         return _Step(
             state=state,
-            temporaries=second.peak.get(ACTIVATION, 0),
+            temporaries=max(bytes_ for bytes_, _, _ in second.moments),
             operations=second.operations,
             scale=everything / max(1, sum(p.nbytes for p in counts)),
         )
@@ -315,27 +317,17 @@ def _watch(trace: StepTrace, model: torch.nn.Module, blocks: list[torch.nn.Modul
 
 
 def _stretches(small: list[Recorded], large: list[Recorded], count: int) -> tuple[Stretch, ...]:
-    """Straight lines through what two sizes of the batch gave."""
-    if [(s.phase, s.unit) for s in small] != [(s.phase, s.unit) for s in large]:
+    """Straight lines through what two sizes of the batch gave, moment by moment."""
+    if [(s.phase, s.unit, len(s.moments)) for s in small] != [(s.phase, s.unit, len(s.moments)) for s in large]:
         raise UnsupportedError(
             "The model does something else with a batch twice as large: it can't be planned by a trace."
         )
-
-    def moment(one: dict[str, int], two: dict[str, int]) -> Moment:
-        slope = (two.get(ACTIVATION, 0) - one.get(ACTIVATION, 0)) / count
-        return Moment(
-            fixed=one.get(ACTIVATION, 0) - slope * count,
-            per_sample=slope,
-            copies=one.get(COPY, 0),
-            gradients=one.get(GRADIENT, 0),
-        )
-
     return tuple(
         Stretch(
             phase=a.phase,  # type: ignore[arg-type]
             unit=a.unit,
-            peak=moment(a.peak, b.peak),
-            end=moment(a.end, b.end),
+            peaks=_fullest([_moment(*pair, count) for pair in zip(a.moments, b.moments, strict=True)]),
+            end=_moment(a.moments[-1], b.moments[-1], count),
             flops=b.flops / (2 * count),
             moved=(b.moved - a.moved) / count,
             operations=a.operations,
@@ -343,3 +335,18 @@ def _stretches(small: list[Recorded], large: list[Recorded], count: int) -> tupl
         for a, b in zip(small, large, strict=True)
         if a.operations
     )
+
+
+def _moment(one: tuple[int, int, int], two: tuple[int, int, int], count: int) -> Moment:
+    slope = (two[0] - one[0]) / count
+    return Moment(fixed=one[0] - slope * count, per_sample=slope, copies=one[1], gradients=one[2])
+
+
+def _fullest(moments: list[Moment]) -> tuple[Moment, ...]:
+    """Those that are the fullest for some size of the micro-batch, with copies and gradients or without."""
+    found: dict[Moment, None] = {}
+    for samples in (0, *(2**i for i in range(17))):
+        for counts in (1, 0):
+            key = lambda m, n=samples, c=counts: m.fixed + m.per_sample * n + c * (m.copies + m.gradients)  # noqa: E731
+            found[max(moments, key=key)] = None
+    return tuple(found)

@@ -20,12 +20,11 @@ CONSTANT, ACTIVATION, COPY, GRADIENT = "constant", "activation", "copy", "gradie
 
 @dataclass(slots=True)
 class Recorded:
-    """One stretch of a step, as `StepTrace` saw it: bytes by kind at its fullest moment and at its end."""
+    """One stretch of a step, as `StepTrace` saw it: bytes of activations, copies and gradients at each moment."""
 
     phase: str
     unit: int
-    peak: dict[str, int] = field(default_factory=dict)
-    end: dict[str, int] = field(default_factory=dict)
+    moments: list[tuple[int, int, int]] = field(default_factory=list)
     flops: float = 0.0
     moved: float = 0.0
     operations: int = 0
@@ -99,18 +98,18 @@ class StepTrace(TorchDispatchMode):
         self.note()
 
     def note(self, scratch: int = 0) -> None:
-        """Compare this moment with the fullest one of the stretch.
+        """Write down what is there.
 
         Args:
             scratch: Bytes that the last operation used inside.
         """
         if not self.stretches:
             self.stretches.append(Recorded(self.phase, self.unit))
-        stretch = self.stretches[-1]
-        now = {k: self.bytes[k] for k in (ACTIVATION, COPY, GRADIENT)}
-        if not stretch.peak or sum(now.values()) + scratch > sum(stretch.peak.values()):
-            stretch.peak = {**now, ACTIVATION: now[ACTIVATION] + scratch}
-        stretch.end = now
+        now = self.bytes
+        moments = self.stretches[-1].moments
+        moments.append((now[ACTIVATION] + scratch, now[COPY], now[GRADIENT]))
+        if scratch:
+            moments.append((now[ACTIVATION], now[COPY], now[GRADIENT]))
 
     # -- operations --------------------------------------------------------------------------------------------------------
 
@@ -120,7 +119,7 @@ class StepTrace(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and _is_fake(args[0]):
             # Optimizers that go from parameter to parameter read their step count; what it is doesn't matter here.
-            return 1.0 if args[0].is_floating_point() else 1
+            return 0.5 if args[0].is_floating_point() else 1
         result = func(*args, **kwargs)
         outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

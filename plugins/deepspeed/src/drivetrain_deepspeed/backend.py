@@ -18,7 +18,7 @@ from drivetrain_deepspeed import communication, state
 from drivetrain_deepspeed.building import Builder, PreparedModel
 from drivetrain_deepspeed.engine import Engine
 from drivetrain_deepspeed.graphs import engines_in
-from drivetrain_deepspeed.options import DeepSpeedOptions
+from drivetrain_deepspeed.options import DeepSpeedPlugin
 from drivetrain_deepspeed.partitions import Partition
 from drivetrain_deepspeed.precision import EnginePrecision
 
@@ -47,9 +47,9 @@ class DeepSpeedBackend(Backend):
     # -- processes -------------------------------------------------------------------------------------------------------------
 
     @property
-    def options(self) -> DeepSpeedOptions:
+    def options(self) -> DeepSpeedPlugin:
         """The settings."""
-        return self.context.options or DeepSpeedOptions()
+        return self.context.options or DeepSpeedPlugin()
 
     def setup(self) -> None:
         """Bring up the process group, or use the one that is there, and let DeepSpeed use it, too."""

@@ -10,7 +10,7 @@ from drivetrain.config import Options
 from drivetrain.errors import ConfigurationError, UnsupportedError
 from drivetrain_deepspeed.document import AUTO, MISSING, PATHS, look, name_of, read_document
 
-__all__ = ["DeepSpeedOptions", "DeepSpeedPlugin"]
+__all__ = ["DeepSpeedPlugin"]
 
 if TYPE_CHECKING:
     Document = dict[str, Any] | str | Any
@@ -225,6 +225,3 @@ class DeepSpeedPlugin(Options):
                 "enable_msamp and msamp_opt_level: MS-AMP isn't maintained and isn't used here. Leave them out; for fp8 use mixed_precision='fp8' with "
                 "a backend that takes it (`drivetrain plugins --kind backend`)."
             )
-
-
-DeepSpeedOptions = DeepSpeedPlugin

@@ -119,7 +119,7 @@ def _variants(
     places: list[tuple[str, ...]] = [()]
     if offload and hardware.device != "cpu":
         places.append(("optimizer", "gradients"))
-    for stage in (0, 1, 2, 3):
+    for stage in (0, 1, 2, 3) if hardware.devices > 1 else (1, 2, 3):  # stage 0 of one process is the backend "single"
         for place in places if stage else [()]:
             yield stage, place, low
     if low.live < count <= _LIVE:

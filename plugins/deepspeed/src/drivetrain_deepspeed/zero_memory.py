@@ -112,9 +112,9 @@ class ZeroMemory:
         inputs = round(self.profile.inputs * samples)
         for stretch in timeline.stretches:
             name = self.profile.units[stretch.unit] or "what belongs to no unit"
-            for what, moment in (("", stretch.peak), ("end of ", stretch.end)):
+            for moment in stretch.peaks:
                 yield (
-                    f"{what}{stretch.phase} of {name}",
+                    f"{stretch.phase} of {name}",
                     self._held(
                         activations=moment.activations(samples) + inputs,
                         gradients=self._gradients(moment, stretch.phase, accumulates=accumulation > 1),
