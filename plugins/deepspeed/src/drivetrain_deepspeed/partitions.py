@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -221,7 +222,7 @@ class Stage3(Partition):
     def _rank(parameter: Any) -> int:
         return torch.distributed.get_rank(parameter.ds_process_group)
 
-    @property
+    @functools.cached_property
     def _places(self) -> dict[int, tuple[int, int, int]]:
         """Sub-group, offset and length of each trained parameter's range."""
         zero = self.zero
