@@ -65,6 +65,10 @@ def accelerated(make_model, settings, dtype=None, empty=False):
         settings["fsdp_plugin"] = FullyShardedDataParallelPlugin(**settings.pop("fsdp"))
     if "mesh" in settings:
         settings["parallelism_config"] = ParallelismConfig(**settings.pop("mesh"))
+    if "zero" in settings:
+        from drivetrain import DeepSpeedPlugin
+
+        settings["deepspeed_plugin"] = DeepSpeedPlugin(**settings.pop("zero"))
     accelerator = Accelerator(cpu=True, **settings)
     with init_empty_weights() if empty else nullcontext():
         model = make_model()
@@ -77,7 +81,8 @@ def accelerated(make_model, settings, dtype=None, empty=False):
     rows = IDS.chunk(backend.data_world_size)[backend.data_rank]
     model, losses = train(model, accelerator.prepare, accelerator.backward, rows)
     mean = accelerator.reduce(torch.tensor(losses), "mean").tolist()
-    weights = whole(dict(accelerator.unwrap_model(model).named_parameters()))
+    state = backend.model_state(model)
+    weights = whole({n: state[n] for n, _ in accelerator.unwrap_model(model).named_parameters()})
     facts = backend.describe()
     accelerator.end_training()
     return mean, weights, facts
@@ -128,6 +133,15 @@ def test_adapters(ranks, name, dtype):
     else:  # matrix products are in bf16 then
         assert results[0][0] == pytest.approx(expected[0], abs=5e-2)
         assert {str(w.dtype) for w in results[0][1].values()} == {"torch.bfloat16", "torch.float32"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [{"zero_stage": 2}, {"zero_stage": 3}], ids=str)
+def test_adapters_under_zero(ranks, settings):
+    pytest.importorskip("peft")
+    pytest.importorskip("drivetrain_deepspeed")
+    results = ranks.run(accelerated, lambda: with_adapters(make()), {"zero": settings})
+    check(results, plain(with_adapters(make())))
 
 
 def test_adapters_alone_are_saved(ranks, tmp_path):

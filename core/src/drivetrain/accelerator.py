@@ -378,6 +378,7 @@ class Accelerator(
         import gc
 
         self._objects.clear()
+        self.backend.forget()
         self._schedules = None
         self.gradient_state.forget()
         self._step = self._epoch = 0

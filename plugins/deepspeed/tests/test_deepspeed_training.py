@@ -379,3 +379,38 @@ def test_a_model_without_values_at_stage_3(workers: Workers) -> None:
     whole_one, filled = workers(2).run(from_nothing, False), workers(2).run(from_nothing, True)
     for a, b in zip(whole_one, filled, strict=True):
         assert differ(a, b) < 1e-7
+
+
+def own_format(stage: int, folder: str, load: bool) -> list[dict[str, torch.Tensor]]:
+    """On a rank: the engine's own checkpoint after a step, or from it on; weights then, and after another step."""
+    accelerator = make(zero_stage=stage)
+    inner = make_model()
+    model, optimizer = accelerator.prepare(inner, torch.optim.AdamW(inner.parameters(), lr=0.02, eps=1e-2))
+    batch = rows(accelerator)
+    found = []
+    for step in range(2):
+        if load and step == 0:
+            model.load_checkpoint(folder)
+        else:
+            accelerator.backward(cross_entropy(model(batch["x"]), batch["y"]))
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 0 and not load:
+            model.save_checkpoint(folder)
+        found.append(weights(accelerator, model))
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_engines_own_checkpoints(workers: Workers, tmp_path: Any, stage: int) -> None:
+    """The prepared model is DeepSpeed's engine: it writes and reads its own format, which DeepSpeed's tools read, too."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    saved = workers(2).run(own_format, stage, str(tmp_path), False)
+    loaded = workers(2).run(own_format, stage, str(tmp_path), True)
+    for ours, theirs in zip(loaded, saved, strict=True):
+        assert differ(ours[0], theirs[0]) == 0
+        assert differ(ours[1], theirs[1]) == 0
+    assert differ(dict(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))), saved[0][0]) == 0

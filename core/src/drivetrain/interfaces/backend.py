@@ -249,6 +249,9 @@ class Backend:
         """The user's model under what `wrap_model` put around it."""
         return model
 
+    def forget(self) -> None:
+        """All prepared objects were forgotten (``free_memory``): let go of what keeps them here."""
+
     def optimizer_parameters(self, optimizer: Any) -> list[torch.Tensor]:
         """The parameters of models that an optimizer updates, as the models have them, in the order of its groups.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ class DeepSpeedBackend(Backend):
         self._local_rank = communication.LocalRank(context.process, context.torch_device)
         self._engines: list[Engine] = []
         self._prepared: dict[int, PreparedModel] = {}  # by the id of what `prepare` gave
+        self._places: dict[int, Partition] = {}  # by the id of a parameter
 
     # -- processes -------------------------------------------------------------------------------------------------------------
 
@@ -64,15 +66,18 @@ class DeepSpeedBackend(Backend):
             **given,
         )
         communication.join()
+        plugin = self.context.handlers.get("GradientAccumulationPlugin")
+        stage = self.options.value_of("zero_stage")
+        if stage < 2 and getattr(plugin, "sync_each_batch", False) and self.context.process.rank == 0:
+            warnings.warn(
+                f"sync_each_batch=True has no effect: DeepSpeed reduces gradients once per window at stage {stage}. Stages 2 and 3 reduce them in each "
+                "backward.",
+                stacklevel=2,
+            )
 
     def teardown(self) -> None:
-        """Take the engines apart; destroy the process group, if it was made here."""
-        for entry in self._prepared.values():
-            if entry.engine is not None:
-                entry.engine.destroy()
-        self._prepared.clear()
-        self._engines.clear()
-        self.precision.scaled.clear()
+        """Take the engines apart; destroy the process group, if it was made here. Idempotent."""
+        self.forget()
         self._local_rank.remove()
         if self._group is not None:
             communication.leave()
@@ -87,11 +92,24 @@ class DeepSpeedBackend(Backend):
             self._local_rank.put()
         built = Builder(self, request).build()
         self._prepared |= {id(entry.model): entry for entry in built.models}
+        for entry in built.models:
+            if entry.partition is not None:
+                self._places.update({id(p): entry.partition for p in entry.module.parameters()})
         self._engines += built.engines
         self.precision.scaled += [e.zero for e in built.engines if self.precision.compute_dtype is torch.float16]
         return Prepared(
             models=[entry.model for entry in built.models], optimizers=built.optimizers, schedulers=built.schedulers
         )
+
+    def forget(self) -> None:
+        """Take the engines apart."""
+        for entry in self._prepared.values():
+            if entry.engine is not None:
+                entry.engine.destroy()
+        self._prepared.clear()
+        self._places.clear()
+        self._engines.clear()
+        self.precision.scaled.clear()
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The user's model in an engine."""
@@ -231,10 +249,8 @@ class DeepSpeedBackend(Backend):
 
     def state_layout(self, parameter: torch.Tensor) -> Any:
         """As the parameter's fp32 values lie."""
-        for entry in self._prepared.values():
-            if entry.partition is not None and any(parameter is p for p in entry.module.parameters()):
-                return entry.partition.read(parameter)
-        return parameter
+        partition = self._places.get(id(parameter))
+        return parameter if partition is None else partition.read(parameter)
 
     @contextlib.contextmanager
     def full_parameters(self, model: torch.nn.Module, *, write: bool = False) -> Iterator[torch.nn.Module]:

@@ -139,11 +139,12 @@ class Builder:
             config.pop(name, None)
         if config["zero_optimization"]["stage"] < 3 or not any(True for _ in model.parameters()):
             model = backend.place_model(model, self.request.device_placement[number])
-            if self.precision.is_low and not _autocasts(config):
-                for parameter in model.parameters():
+            if _autocasts(config):
+                return PreparedModel(self.precision.wrap_in_autocast(model), model)
+            for parameter in model.parameters() if self.precision.is_low else ():
+                if parameter.is_floating_point():
                     parameter.data = parameter.data.to(self.precision.compute_dtype)
-            self.precision.wrap_forward(model)
-            return PreparedModel(model, model)
+            return PreparedModel(self.precision.wrap_forward(model), model)
         self._ready(model, config, trains=False)
         engine, _, _, _ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
         _behave(engine)

@@ -10,6 +10,7 @@ import deepspeed
 import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.runtime import torch_autocast
 from deepspeed.utils import groups
 
 from drivetrain.errors import EnvironmentDetectionError
@@ -63,7 +64,8 @@ def join() -> None:
 
 
 def leave() -> None:
-    """Forget the process group, which is about to be destroyed."""
+    """Forget the process group, which is about to be destroyed, and that an engine computed under autocast."""
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
     groups._release_process_group_references()
     comm.comm.cdb = None
 

@@ -98,6 +98,8 @@ class Engine:
 
     def normalize(self, factor: torch.Tensor) -> None:
         """Multiply the window's gradients with a 0-d tensor; at stages 1 to 3 that is a read on the host."""
+        if not self._pending:
+            return
         if self.stage:
             self.scale_by(float(factor))
             return

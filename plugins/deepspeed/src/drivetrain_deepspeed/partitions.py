@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -221,7 +222,7 @@ class Stage3(Partition):
     def _rank(parameter: Any) -> int:
         return torch.distributed.get_rank(parameter.ds_process_group)
 
-    @property
+    @functools.cached_property
     def _places(self) -> dict[int, tuple[int, int, int]]:
         """Sub-group, offset and length of each trained parameter's range."""
         zero = self.zero
@@ -230,13 +231,14 @@ class Stage3(Partition):
     def refresh(self) -> None:
         """As after a step: ranges that forward uses follow, and those that stay gathered are gathered again."""
         zero = self.zero
-        if not self.trains:
-            return
-        for number, _ in enumerate(zero.fp16_groups):
-            zero._reassign_or_swap_out_partitioned_parameters(number)
-        if zero.persistent_parameters:
-            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-        zero.invalidate_secondary_tensor()
+        offload = zero.parameter_offload if self.trains else zero
+        offload.partition_all_parameters()  # what is whole now is whole with old values
+        if self.trains:
+            for number, _ in enumerate(zero.fp16_groups):
+                zero._reassign_or_swap_out_partitioned_parameters(number)
+            zero.invalidate_secondary_tensor()
+        if offload.persistent_parameters:
+            offload.persistent_parameters[0].all_gather(offload.persistent_parameters)
 
     def whole(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Gathered on every process."""

@@ -10,6 +10,7 @@ from deepspeed.accelerator import get_accelerator
 
 from drivetrain.errors import UnsupportedError
 from drivetrain.interfaces import Precision
+from drivetrain.interfaces.autocast import AutocastForward
 from drivetrain.parallel.structure import convert_to_fp32, map_tensors
 
 __all__ = ["EnginePrecision"]
@@ -77,12 +78,21 @@ class EnginePrecision(Precision):
             model.register_forward_hook(_upcast_outputs)
         return model
 
+    def wrap_in_autocast(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Compute a model that has no engine under autocast, as engines do theirs."""
+        context = {"device_type": self.device_type, "dtype": self.compute_dtype}
+        if self.is_low:
+            model.forward = AutocastForward(model, context, upcast=self._upcast)
+        return model
+
     def unwrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
         """Take the conversions away."""
         for hooks in (model._forward_pre_hooks, model._forward_hooks):
             for key, hook in list(hooks.items()):
                 if isinstance(hook, _ConvertInputs) or hook is _upcast_outputs:
                     del hooks[key]
+        if isinstance(model.__dict__.get("forward"), AutocastForward):
+            model.__dict__["forward"].undo()
         return model
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,8 +13,8 @@ def report() -> Mapping[str, str]:
     """Facts by name.
 
     Example:
-        >>> sorted(report())[:3]
-        ['C++ compiler', 'accelerator', 'communication']
+        >>> {"C++ compiler", "accelerator"} <= set(report())
+        True
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
