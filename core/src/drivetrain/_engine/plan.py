@@ -183,6 +183,7 @@ class PreparePlan:
         choices: What was chosen, and why.
         rejections: What was not chosen, and why.
         notes: Whatever is there but has no effect, or was assumed; a sentence each.
+        alternatives: Names of backends that could take the place of one that nobody asked for.
     """
 
     process: ProcessInfo
@@ -198,6 +199,7 @@ class PreparePlan:
     choices: tuple[Choice, ...] = ()
     rejections: tuple[Rejection, ...] = ()
     notes: tuple[str, ...] = ()
+    alternatives: tuple[str, ...] = ()
 
     def option(self, cls: type[O]) -> O:
         """The options object of a class; the defaults if no source says anything about it."""
