@@ -103,6 +103,8 @@ WRITTEN = {
     "DataLoaderConfiguration.even_batches": "repeat",
     "DataLoaderConfiguration.strategy": "contiguous",
     "DataLoaderConfiguration.prefetch": 0,
+    "PlanningOptions.device_memory": "8GB",
+    "PlanningOptions.headroom": 0.5,
     "ProfileKwargs.schedule_option": {"wait": 1},
     "DistributedDataParallelKwargs.dim": 0,
     "DistributedDataParallelKwargs.check_reduction": False,

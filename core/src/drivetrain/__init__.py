@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from drivetrain.data.random import set_seed, synchronize_rng_states
     from drivetrain.errors import DrivetrainError
     from drivetrain.launch import debug_launcher, notebook_launcher
-    from drivetrain.memory import ActivationCheckpointing, find_executable_batch_size
+    from drivetrain.memory import ActivationCheckpointing, PlanningOptions, find_executable_batch_size
     from drivetrain.parallel.config import ParallelismConfig
     from drivetrain.state import AcceleratorState, DistributedType, PartialState
 
@@ -47,6 +47,7 @@ __all__ = [
     "InitProcessGroupKwargs",
     "ParallelismConfig",
     "PartialState",
+    "PlanningOptions",
     "PrecisionKwargs",
     "ProfileKwargs",
     "ProjectConfiguration",
@@ -98,7 +99,7 @@ __getattr__, __dir__ = lazy_exports(
         "data.random": ["set_seed", "synchronize_rng_states"],
         "errors": ["DrivetrainError"],
         "launch": ["debug_launcher", "notebook_launcher"],
-        "memory": ["ActivationCheckpointing", "find_executable_batch_size"],
+        "memory": ["ActivationCheckpointing", "PlanningOptions", "find_executable_batch_size"],
         "parallel.config": ["ParallelismConfig"],
         "state": ["AcceleratorState", "DistributedType", "PartialState"],
     },

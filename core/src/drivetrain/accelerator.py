@@ -157,7 +157,7 @@ class Accelerator(
         """
         from drivetrain._engine.explain import explain
 
-        return explain(self.plan, self.backend, self._models)
+        return explain(self.plan, self.backend, self._models, self._parts.planning)
 
     @property
     def distributed_type(self) -> Any:
@@ -227,16 +227,19 @@ class Accelerator(
             self._objects.trained += len(new["model"])
             if self._objects.trained > 1 and new["model"]:
                 self.backend.require(Capability.MULTIPLE_MODELS, "preparing more than one model to train")
-        prepared = self.backend.prepare(
-            PrepareRequest(
-                models=[t for t, _ in new["model"]],
-                optimizers=[t for t, _ in new["optimizer"]],
-                schedulers=[t for t, _ in new["scheduler"]],
-                loaders=[t for t, _ in new["loader"]],
-                device_placement=[p for _, p in new["model"]],
-                evaluation=[evaluation] * len(new["model"]),
-            )
+        request = PrepareRequest(
+            models=[t for t, _ in new["model"]],
+            optimizers=[t for t, _ in new["optimizer"]],
+            schedulers=[t for t, _ in new["scheduler"]],
+            loaders=[t for t, _ in new["loader"]],
+            device_placement=[p for _, p in new["model"]],
+            evaluation=[evaluation] * len(new["model"]),
         )
+        if self.plan.alternatives and new["model"] and not evaluation and not any(self._objects.by_kind.values()):
+            from drivetrain._engine.replan import reconsider
+
+            reconsider(self, request)
+        prepared = self.backend.prepare(request)
         for (original, _), model in zip(new["model"], prepared.models, strict=True):
             self._objects.add("model", original, model)
         if probe is not None and new["model"]:

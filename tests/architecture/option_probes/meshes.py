@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain import Accelerator, ActivationCheckpointing, ParallelismConfig
+from drivetrain import Accelerator, ActivationCheckpointing, ParallelismConfig, PlanningOptions
 
 from . import effect
 
@@ -139,3 +139,24 @@ def budget(value, folder):
 @effect("ActivationCheckpointing.offload", (False, 7), (True, 4))
 def offload(value, folder):
     return computed(offload=value)
+
+
+def planned(**settings):
+    """The backend that a model with 2.6 MB of state gets on two ranks, where nobody asks for one."""
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[PlanningOptions(**settings)])
+    try:
+        blocks = (torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Tanh()) for _ in range(8))
+        accelerator.prepare(torch.nn.Sequential(*blocks))
+        return accelerator.backend.spec.name
+    finally:
+        accelerator.end_training()
+
+
+@effect("PlanningOptions.device_memory", ("1GB", ["ddp"] * 2), ("1.7MB", ["fsdp"] * 2), ranks=2)
+def device_memory(value, folder):
+    return planned(device_memory=value, headroom=0)
+
+
+@effect("PlanningOptions.headroom", (0.0, ["ddp"] * 2), (0.5, ["fsdp"] * 2), ranks=2)
+def headroom(value, folder):
+    return planned(device_memory="3.2MB", headroom=value)

@@ -30,9 +30,10 @@ from drivetrain.specs import Capability, ProcessInfo
 if TYPE_CHECKING:
     from drivetrain._engine.compile import Compiler
     from drivetrain.interfaces import Precision
+    from drivetrain.memory import PlanReport
     from drivetrain.tracking import TrackerHub
 
-__all__ = ["Parts", "assemble", "dismantle"]
+__all__ = ["Parts", "assemble", "check_exclusive", "dismantle", "make_backend", "make_hub", "verify_ranks"]
 
 
 class Parts(msgspec.Struct, kw_only=True):
@@ -50,6 +51,13 @@ class Parts(msgspec.Struct, kw_only=True):
     accumulator: Accumulator
     dataloader_config: DataLoaderConfiguration
     project_configuration: ProjectConfiguration
+    key: str
+    #: The constructor's arguments, for a second look once the model is known.
+    given: Mapping[str, Any]
+    #: Backends that made way for another one.
+    replaced: list[Backend] = msgspec.field(default_factory=list)
+    #: What was planned when the first model was prepared, if anything was.
+    planning: PlanReport | None = None
 
 
 def assemble(given: Mapping[str, Any]) -> Parts:
@@ -60,8 +68,9 @@ def assemble(given: Mapping[str, Any]) -> Parts:
     """
     registry = get_registry()
     registry.warn_broken()
+    arguments = _with_loaders(given)
     plan = resolve(
-        Arguments.collect(**_with_loaders(given), process=_process_of_group()),
+        Arguments.collect(**arguments, process=_process_of_group()),
         registry=registry,
         environ=os.environ,
         availability=detect_devices(registry.specs("device").values()),
@@ -69,10 +78,10 @@ def assemble(given: Mapping[str, Any]) -> Parts:
     _tell_notes(plan)
     device = _make_device(registry, plan)
     key = _next_key()
-    backend = _make_backend(registry, plan, device)
-    _check_exclusive(backend)
+    backend = make_backend(registry, plan, device)
+    check_exclusive(backend)
     backend.setup()
-    _verify_ranks(registry, plan)
+    verify_ranks(registry, plan)
     stack = LoaderStack()
     windows = plan.options.get("GradientAccumulationPlugin")  # its class is imported only by those who use it
     return Parts(
@@ -83,7 +92,7 @@ def assemble(given: Mapping[str, Any]) -> Parts:
         control=ProcessControl(plan.process, device=backend.device),
         trigger=Trigger(),
         stopper=Stopper(plan.process, synchronize=device.synchronize, key=key, note=os.environ.get(STOPPED_FILE, "")),
-        make_hub=partial(_make_hub, registry, plan, backend, key),
+        make_hub=partial(make_hub, registry, plan, backend, key),
         loader_stack=stack,
         accumulator=Accumulator(
             backend,
@@ -94,6 +103,8 @@ def assemble(given: Mapping[str, Any]) -> Parts:
         # A copy: `accelerator.even_batches = ...` must not change another Accelerator that was given the same object.
         dataloader_config=plan.option(DataLoaderConfiguration).replaced(),
         project_configuration=plan.option(ProjectConfiguration),
+        key=key,
+        given=arguments,
     )
 
 
@@ -149,7 +160,8 @@ def _make_device(registry: Registry, plan: PreparePlan) -> Device:
     return found
 
 
-def _make_backend(registry: Registry, plan: PreparePlan, device: Device) -> Backend:
+def make_backend(registry: Registry, plan: PreparePlan, device: Device) -> Backend:
+    """The backend of a plan, with its precision."""
     torch_device = device.torch_device(plan.process.local_rank)
     precision: Precision = registry.load("precision", plan.precision.name)(
         plan.precision, device_type=torch_device.type, options=plan.options
@@ -170,7 +182,7 @@ def _make_backend(registry: Registry, plan: PreparePlan, device: Device) -> Back
     return backend
 
 
-def _make_hub(registry: Registry, plan: PreparePlan, backend: Backend, key: str) -> TrackerHub:
+def make_hub(registry: Registry, plan: PreparePlan, backend: Backend, key: str) -> TrackerHub:
     """The hub; if no tracker was asked for and the script starts some all the same, they are the builtin one's files."""
     from drivetrain.tracking import TrackerHub, TrackingOptions
 
@@ -213,7 +225,7 @@ def _make_compiler(plan: PreparePlan) -> Compiler | None:
     )
 
 
-def _verify_ranks(registry: Registry, plan: PreparePlan) -> None:
+def verify_ranks(registry: Registry, plan: PreparePlan) -> None:
     """Before the first collective of a model: all ranks use the same plugins with the same settings."""
     if plan.process.is_distributed and dist.is_initialized():
         from drivetrain._plugins.handshake import verify_ranks
@@ -225,7 +237,7 @@ def _verify_ranks(registry: Registry, plan: PreparePlan) -> None:
 _exclusive: weakref.WeakSet[Backend] = weakref.WeakSet()
 
 
-def _check_exclusive(backend: Backend) -> None:
+def check_exclusive(backend: Backend) -> None:
     """Refuse a second backend of one vendor whose state is process-wide, if it is to have other settings."""
     name = backend.spec.name
     if not backend.spec.exclusive:
@@ -240,8 +252,9 @@ def _check_exclusive(backend: Backend) -> None:
 
 def dismantle(parts: Parts) -> None:
     """Undo what `assemble` did to the process."""
-    parts.backend.teardown()
-    _exclusive.discard(parts.backend)
+    for backend in (parts.backend, *parts.replaced):
+        backend.teardown()
+        _exclusive.discard(backend)
 
 
 _counter = iter(range(10**9))

@@ -52,6 +52,7 @@ class Chooser(msgspec.Struct):
     process: ProcessInfo
     choices: list[Choice] = msgspec.field(default_factory=list)
     rejections: list[Rejection] = msgspec.field(default_factory=list)
+    alternatives: tuple[str, ...] = ()
 
     # -- device ------------------------------------------------------------------------------------------------------------
 
@@ -194,6 +195,13 @@ class Chooser(msgspec.Struct):
             else:
                 fitting_ones.append(detection)
         winner = self._best(fitting_ones)
+        asked = winner.score >= Score.REQUESTED or any(g.kind == "backend" for g in self.given.by_slot.values())
+        if not asked and self.process.is_distributed:
+            self.alternatives = tuple(
+                d.name
+                for d in fitting_ones
+                if d.name != winner.name and Capability.OWNS_SCHEDULE not in specs[d.name].capabilities
+            )
         return self._take("backend", specs[winner.name], winner.reason, DEFAULT)
 
     def _detections(self, request: Request, specs: Iterable[str]) -> dict[str, Detection]:

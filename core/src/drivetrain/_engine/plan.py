@@ -182,6 +182,7 @@ class PreparePlan(msgspec.Struct, frozen=True, kw_only=True):
         choices: What was chosen, and why.
         rejections: What was not chosen, and why.
         notes: Whatever is there but has no effect, or was assumed; a sentence each.
+        alternatives: Names of backends that could take the place of one that nobody asked for.
     """
 
     process: ProcessInfo
@@ -197,6 +198,7 @@ class PreparePlan(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[Choice, ...] = ()
     rejections: tuple[Rejection, ...] = ()
     notes: tuple[str, ...] = ()
+    alternatives: tuple[str, ...] = ()
 
     def option(self, cls: type[O]) -> O:
         """The options object of a class; the defaults if no source says anything about it."""

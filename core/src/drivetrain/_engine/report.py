@@ -16,6 +16,7 @@ PARTS = {
     "settings": ("Settings", "setting", "value", "from"),
     "options": ("Options", "option", "value", "from"),
     "backend": ("Backend", "fact", "value", ""),
+    "planning": ("Plans", "plan", "needs", ""),
     "precision": ("Precision", "modules", "computes in", ""),
     "rejected": ("Not chosen", "what", "why not"),
     "notes": ("Notes",),

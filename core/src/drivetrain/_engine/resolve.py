@@ -109,6 +109,7 @@ def resolve(
         choices=tuple(chooser.choices),
         rejections=tuple(chooser.rejections),
         notes=tuple(notes),
+        alternatives=chooser.alternatives,
     )
 
 

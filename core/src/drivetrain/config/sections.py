@@ -40,6 +40,7 @@ CORE_OPTIONS: Mapping[str, CoreOption] = {
     "tracking": CoreOption("drivetrain.tracking.options:TrackingOptions"),
     "parallelism": CoreOption("drivetrain.parallel.config:ParallelismConfig", "parallelism_config"),
     "activation_checkpointing": CoreOption("drivetrain.memory.activations:ActivationCheckpointing"),
+    "planning": CoreOption("drivetrain.memory.options:PlanningOptions"),
 }
 
 #: Sections that others read, before there is an Accelerator.

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from drivetrain.memory.layout import Layout, predict
     from drivetrain.memory.loss import default_loss
     from drivetrain.memory.machine import measure_machine, present_hardware
+    from drivetrain.memory.options import PlanningOptions
     from drivetrain.memory.planning import PlanReport, make_plans, micro_batch_sizes
+    from drivetrain.memory.preparing import plan_of_request
     from drivetrain.memory.profile import ModelProfile, Moment, OptimizerProfile, ParameterProfile, Stretch, Timeline
     from drivetrain.memory.profiler import profile_model
     from drivetrain.memory.release import clear_device_cache, release_memory
@@ -30,7 +32,9 @@ _HOMES = {
     "layout": ["Layout", "predict"],
     "loss": ["default_loss"],
     "machine": ["measure_machine", "present_hardware"],
+    "options": ["PlanningOptions"],
     "planning": ["PlanReport", "make_plans", "micro_batch_sizes"],
+    "preparing": ["plan_of_request"],
     "profile": ["ModelProfile", "Moment", "OptimizerProfile", "ParameterProfile", "Stretch", "Timeline"],
     "profiler": ["profile_model"],
     "release": ["clear_device_cache", "release_memory"],
@@ -46,6 +50,7 @@ __all__ = [
     "OptimizerProfile",
     "ParameterProfile",
     "PlanReport",
+    "PlanningOptions",
     "Stretch",
     "Timeline",
     "Traffic",
@@ -60,6 +65,7 @@ __all__ = [
     "measure_machine",
     "micro_batch_sizes",
     "parse_bytes",
+    "plan_of_request",
     "predict",
     "present_hardware",
     "profile_model",

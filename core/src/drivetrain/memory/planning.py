@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +128,7 @@ def make_plans(
     *,
     planners: Iterable[ShardingPlanner] | None = None,
     backend: str = "auto",
+    keep: Callable[[ShardingPlan], bool] | None = None,
 ) -> PlanReport:
     """Ask planners, and choose.
 
@@ -137,6 +138,7 @@ def make_plans(
         request: What is trained, and what may be changed.
         planners: Who proposes; None: all that are installed.
         backend: Only plans for this backend; "auto" for all.
+        keep: Says of each plan whether it may be taken; None: all may.
 
     Raises:
         ConfigurationError: If no planner proposes plans for ``backend``.
@@ -152,7 +154,9 @@ def make_plans(
         raise ConfigurationError(
             f"No planner proposes plans for the backend {backend!r}. `drivetrain plugins` lists what is installed."
         )
-    plans = tuple(plan for planner in asked for plan in planner.propose(profile, hardware, request))
+    plans = tuple(
+        plan for planner in asked for plan in planner.propose(profile, hardware, request) if keep is None or keep(plan)
+    )
     report = PlanReport(profile=profile, hardware=hardware, request=request, plans=plans, best=None)
     return PlanReport(
         profile=profile,

@@ -40,7 +40,7 @@ def profile_model(
 
     Args:
         model: The model, not prepared.
-        batch: A micro-batch: tensors whose first dimension counts samples, in any structure.
+        batch: A micro-batch: tensors whose first dimension counts samples, in any structure. None: only parameters, buffers and optimizer state are told.
         optimizer: The optimizer of this model, or what makes one of parameters; None: AdamW.
         loss: Computes the loss of ``(model, batch)``; None: `drivetrain.memory.default_loss`.
         precision: A `drivetrain.interfaces.Precision`; None: all is done in the parameters' dtype.
@@ -63,12 +63,15 @@ def profile_model(
     if recompute is None:
         recompute = {"none": None, "all": ActivationCheckpointing()} if repeated_blocks(model) else {"none": None}
     step = loss or default_loss
-    count = samples or _samples(batch)
+    count = samples or (1 if batch is None else _samples(batch))
     run = _Run(model, blocks, optimizer, step, precision)
     timelines = {}
     for name, options in recompute.items():
-        small, large = run.trace(batch, count, 1, options), run.trace(batch, count, 2, options)
         settings = None if options is None else options.to_kwargs()
+        if batch is None:
+            timelines[name] = Timeline(stretches=(), recompute=settings)
+            continue
+        small, large = run.trace(batch, count, 1, options), run.trace(batch, count, 2, options)
         timelines[name] = Timeline(stretches=_stretches(small, large, count), recompute=settings)
     compute = None if precision is None else precision.compute_dtype
     return ModelProfile(

@@ -85,6 +85,7 @@ class ZeroMemory:
         stepped = part if stage else (self.trained if at_once else self.largest)
         self.temporaries = round(per_element * stepped)
         self.fresh = round(4 * part) if stage else 0  # fp32 gradients that the step makes
+        self.alone = max((p.numel for p in profile.parameters if not p.unit), default=0)
         self.units = [0] * len(profile.units)
         for parameter in profile.parameters:
             if stage < 3 or parameter.numel >= sizes.persistent:
@@ -162,6 +163,8 @@ class ZeroMemory:
     def _gathered(self, unit: int) -> int:
         if self.stage < 3:
             return 0
-        live = min(sum(self.units), max(self.sizes.live, self.units[0] + self.units[unit]))
-        flat = max(self.units[unit], min(self.sizes.prefetch, max(self.units)))
+        # What belongs to no unit is gathered module by module.
+        own = self.units[unit] if unit else self.alone
+        live = min(sum(self.units), max(self.sizes.live, own))
+        flat = max(own, min(self.sizes.prefetch, max(self.units)))
         return self.width * (live + flat)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from drivetrain.errors import UnsupportedError
-from drivetrain.interfaces import Backend
+from drivetrain.interfaces import Backend, Prepared, PrepareRequest
 from drivetrain.memory.activations import ActivationCheckpointing, checkpoint_activations
 from drivetrain.parallel.process_group import ProcessGroupHandle, init_process_group
 from drivetrain.specs import Capability
@@ -31,6 +31,7 @@ from drivetrain_fsdp.materialize import Start, fill, find_start, replace_paramet
 from drivetrain_fsdp.mesh import Mesh, build_mesh, mesh_sizes
 from drivetrain_fsdp.options import FullyShardedDataParallelPlugin
 from drivetrain_fsdp.shards import cut_like, local, total_norm
+from drivetrain_fsdp.strategy import choose_strategy
 from drivetrain_fsdp.tensor_parallel import divide_layers
 from drivetrain_fsdp.units import expected_collectives, set_prefetching, units_of
 from drivetrain_fsdp.wrapping import choose_units
@@ -49,6 +50,8 @@ class FSDPBackend(Backend):
 
     _group: ProcessGroupHandle | None = None
     _mesh: Mesh | None = None
+    #: The settings with the strategy that was found, where they say "auto".
+    _chosen: FullyShardedDataParallelPlugin | None = None
     keeps_own_gradients = True
     #: Whether gradients were kept on each process for a while, beside the shards' own.
     _keeps_gradients = False
@@ -58,7 +61,7 @@ class FSDPBackend(Backend):
     @property
     def options(self) -> FullyShardedDataParallelPlugin:
         """The settings."""
-        return self.context.options or FullyShardedDataParallelPlugin()
+        return self._chosen or self.context.options or FullyShardedDataParallelPlugin()
 
     @property
     def mesh(self) -> Mesh:
@@ -124,6 +127,13 @@ class FSDPBackend(Backend):
         return self.data_world_size * self.mesh.sizes["cp"]
 
     # -- objects -----------------------------------------------------------------------------------------------------------
+
+    def prepare(self, request: PrepareRequest) -> Prepared:
+        """As usual, once the strategy is known."""
+        if self.options.sharding_strategy == "AUTO" and not all(request.evaluation):
+            self._chosen = choose_strategy(request, self.context, self.options)
+            self._mesh = build_mesh(self.device, mesh_sizes(self.context.process, self._chosen, None))
+        return super().prepare(request)
 
     def prepare_model(self, model: torch.nn.Module, *, device_placement: bool, evaluation: bool) -> torch.nn.Module:
         """As usual, but that units are compiled one by one, without the hooks that gather them."""

@@ -28,6 +28,7 @@ _RESHARD = {
     "SHARD_GRAD_OP": False,
     "HYBRID_SHARD_ZERO2": False,
     "NO_SHARD": False,
+    "AUTO": None,
 }
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ class FullyShardedDataParallelPlugin(Options):
     Args:
         sharding_strategy: "FULL_SHARD": everything is sharded, and parameters are whole only around their use. "SHARD_GRAD_OP": parameters stay
             whole from forward to backward. "NO_SHARD": a replica on each process. "HYBRID_SHARD" and "HYBRID_SHARD_ZERO2": the first two within
-            a machine, replicas across machines (other meshes: ``ParallelismConfig``).
+            a machine, replicas across machines (other meshes: ``ParallelismConfig``). "auto": the fastest that fits, found when the model is
+            prepared; state goes to the CPU's memory if nothing else fits.
         reshard_after_forward: Whether parameters are sharded again after forward; a number: over so many processes only. None: as the
             strategy says.
         auto_wrap_policy: Which modules are gathered as one unit. "auto": those that the model declares in ``_no_split_modules``, or the
@@ -80,9 +82,9 @@ class FullyShardedDataParallelPlugin(Options):
         {'param_dtype': 'bfloat16', 'reduce_dtype': 'bfloat16', 'output_dtype': 'bfloat16'}
     """
 
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"] = (
-        "FULL_SHARD"
-    )
+    sharding_strategy: Literal[
+        "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "AUTO"
+    ] = "FULL_SHARD"
     reshard_after_forward: bool | int | None = None
     auto_wrap_policy: WrapPolicy = "auto"
     transformer_cls_names_to_wrap: Names = field(default_factory=list)
