@@ -3,7 +3,7 @@
 import pytest
 from tests.integration import planner_cases as cases
 
-#: Drawn after the planner was finished; the documentation has the table.
+#: The documentation has the table.
 SEED = 20261130
 
 #: One of each family, and of each way to divide: quick ones.
@@ -21,7 +21,7 @@ def check(ranks, config):
     assert len(profile.units) > 3
     # When gloo's threads let go of buffers depends on what else the machine does: what is needed is the least of a few tries.
     measured = predicted = None
-    for _ in range(3):
+    for _ in range(5):
         found = max(ranks.run(cases.measure, config))
         measured = found if measured is None else min(found, measured)
         predicted = plan.peak_bytes + plan.host_bytes  # on CPU ranks offloaded state lies in the same memory

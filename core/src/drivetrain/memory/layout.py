@@ -177,15 +177,17 @@ class _Memory:
         finished: set[int] = set()
         last = {s.unit: i for i, s in enumerate(timeline.stretches) if s.phase == "backward"}
         reducing = -1  # the unit whose gradients were reduced last
+        reached = 0  # the last unit of forward so far
         for i, stretch in enumerate(timeline.stretches):
             unit = stretch.unit
+            reached = max(reached, unit)
             name = f"{stretch.phase} of {self.profile.units[unit] or 'what belongs to no unit'}"
             for moment in stretch.peaks:
                 yield (
                     name,
                     self._sum_up(
                         activations=self._activations(moment, samples) + inputs,
-                        gathered=self._gathered(stretch.phase, unit, finished),
+                        gathered=self._gathered(stretch.phase, unit, finished, reached),
                         gradients=self._gradients(moment, stretch.phase, unit, finished),
                         communication=self._communication(stretch.phase, unit, reducing),
                     ),
@@ -205,7 +207,7 @@ class _Memory:
         if "gradients" not in self.layout.divides:
             return
         name = f"reduction of {self.profile.units[unit] or 'what belongs to no unit'}"
-        gathered = self._gathered("backward", 0, finished | {unit}) if unit else 0
+        gathered = self._gathered("backward", 0, finished | {unit}, 0) if unit else 0
         ahead = self._ahead_backward(unit)
         held = self._held(set(range(len(self.whole))) if self.accumulates else finished)
         flat = round(self.reduced[unit] * self.layout.reduce_copies)
@@ -250,14 +252,14 @@ class _Memory:
         casts = self.gathers and self.layout.gather_itemsize is not None
         return moment.activations(samples) + (0 if casts else moment.copies)
 
-    def _gathered(self, phase: str, unit: int, finished: set[int]) -> int:
+    def _gathered(self, phase: str, unit: int, finished: set[int], reached: int) -> int:
         """Whole parameters that exist while a unit computes."""
         if not self.gathers:
             return 0
         if not self.layout.keeps_gathered:
             return self.gathered[0] + (self.gathered[unit] if unit else 0)
         if phase == "forward":
-            return self.gathered[0] + sum(self.gathered[1 : unit + 1])
+            return self.gathered[0] + sum(self.gathered[1 : reached + 1])
         return sum(size for i, size in enumerate(self.gathered) if i not in finished)
 
     def _held(self, finished: set[int]) -> int:
@@ -268,22 +270,17 @@ class _Memory:
         return sum((self.reduced if whole and self.gathers else self.whole if whole else self.cut)[u] for u in finished)
 
     def _gradients(self, moment: Moment, phase: str, unit: int, finished: set[int]) -> int:
-        """Gradients of earlier units as they are kept, and those of this one, whole."""
+        """Gradients of earlier units as they are kept, and those of this one, whole.
+
+        A gradient that was just computed is a temporary until it is added to the one that is there, or copied into its bucket.
+        """
         if self.layout.gradients_in_buckets:  # those that aren't reduced yet are beside them
-            return self._largest(unit, phase) + (sum(self.whole) if self.accumulates else 0)
-        everything = set(range(len(self.whole)))
+            return sum(self.whole) if self.accumulates else 0
         before = sum(self.whole[u] for u in finished)
         fresh = max(0, moment.gradients - before) if phase == "backward" else 0
         if self.accumulates:  # from the second micro-batch on, all have some already
-            return self._held(everything) + (
-                fresh if self.layout.divides & {"gradients"} else self._largest(unit, phase)
-            )
+            return self._held(set(range(len(self.whole)))) + (fresh if "gradients" in self.layout.divides else 0)
         return self._held(finished) + fresh
-
-    def _largest(self, unit: int, phase: str) -> int:
-        """A gradient that is added to the one that is there."""
-        sizes = [p.nbytes for p in self.profile.parameters if p.trainable and p.unit == unit]
-        return max(sizes, default=0) if phase == "backward" else 0
 
     def _communication(self, phase: str, unit: int, reducing: int) -> int:
         """Flat buffers of gathers and reductions."""
