@@ -203,3 +203,42 @@ def test_an_engine_of_its_own_is_refused_with_a_sentence():
     spec = BackendSpec(name="toy", target="toy:Toy", capabilities=frozenset({Capability.OWNS_STEP}))
     with pytest.raises(UnsupportedError, match="'toy' can't be rehearsed.*owns-step"):
         refuse_engines(spec)
+
+
+_TIED = """
+import torch
+from drivetrain import Accelerator
+
+accelerator = Accelerator(cpu=True)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.randn(16, 16))
+        self.second = torch.nn.Linear(16, 16, bias=False)
+        self.second.weight = self.first
+
+    def forward(self, x):
+        return self.second(x @ self.first)
+
+
+weight = torch.nn.Parameter(torch.randn(16, 16))
+model = Model()
+model.first = model.second.weight = weight
+optimizer = torch.optim.AdamW([weight])
+loader = torch.utils.data.DataLoader(torch.randn(64, 16), batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    accelerator.backward(model(x).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_parameter_stays_the_one_that_others_hold(tmp_path):
+    script = tmp_path / "tied.py"
+    script.write_text(_TIED)
+    report, _ = rehearse(script, flags=("--backend", "fsdp"))
+    assert report.failure is None
+    assert (report.steps, report.memory["parameters"]) == (2, 16 * 16 * 4 // 2)

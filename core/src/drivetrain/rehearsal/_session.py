@@ -85,7 +85,11 @@ class _Watch:
             return None
         fake = self.stage.parameter(parameter)
         self.stage.memory.add(fake, "prepare")
-        return fake
+        try:
+            torch.utils.swap_tensors(parameter, fake)  # the object stays: other modules and optimizers may have it
+        except RuntimeError:  # something refers to it weakly
+            return fake
+        return None
 
     def assemble(self, given: Any) -> engine.Parts:
         """An Accelerator whose backend prepares fake models."""
