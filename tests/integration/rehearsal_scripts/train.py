@@ -5,7 +5,7 @@ import contextlib
 
 import torch
 
-from drivetrain import Accelerator, ParallelismConfig
+from drivetrain import Accelerator, ActivationCheckpointing, ParallelismConfig
 from drivetrain.utils import set_seed
 
 
@@ -63,6 +63,7 @@ def parse():
     for name in ("backend", "precision", "mesh", "strategy", "save"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--weighted", action="store_true")
+    parser.add_argument("--recompute", action="store_true")
     return parser.parse_args()
 
 
@@ -77,6 +78,8 @@ def main():
     if args.mesh:
         sizes = dict(pair.split("=") for pair in args.mesh.split(","))
         options["parallelism_config"] = ParallelismConfig(**{name: int(size) for name, size in sizes.items()})
+    if args.recompute:
+        options["kwargs_handlers"] = [ActivationCheckpointing()]
     accelerator = Accelerator(
         cpu=True,
         backend=args.backend,

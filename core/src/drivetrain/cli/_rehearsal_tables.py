@@ -39,8 +39,9 @@ def print_report(report: Report, *, device_memory: int | None = None) -> None:
         f"[bold]rank {report.rank} of {report.world_size}[/bold]: {report.backend or 'no Accelerator'} in {report.precision or '-'}{escape(facts)}; "
         f"{report.steps} optimizer steps rehearsed in {report.seconds:.1f} s\n"
     )
-    _print_memory(console, report, device_memory)
-    if report.world_size > 1:
+    if report.sequence or report.peak:
+        _print_memory(console, report, device_memory)
+    if report.world_size > 1 and report.sequence:
         _print_messages(console, "before the first forward pass", report.setup)
         _print_messages(console, "in one step", report.per_step)
     _print_lines(console, "values read on the host, and assumed", report.reads)

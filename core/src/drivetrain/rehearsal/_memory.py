@@ -87,6 +87,12 @@ class MemoryLog:
             if block.phase in ("forward", "loop"):
                 block.category = min(block.category, rank)
 
+    def keep_gradients(self) -> None:
+        """Backward has ended: what it left behind, and nobody sent, are gradients, also those that a backend keeps beside the parameters' own."""
+        for block, _ in self._live.values():
+            if block.phase == "backward" and CATEGORIES[block.category] == "temporaries":
+                block.category = CATEGORIES.index("gradients")
+
     def mark(self) -> None:
         """A step has ended."""
         self.marks.append(len(self._events))

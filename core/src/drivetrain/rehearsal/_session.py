@@ -22,9 +22,9 @@ from drivetrain.rehearsal._mode import Host, Operators, Stage
 from drivetrain.rehearsal._places import place_of_error
 from drivetrain.rehearsal._substitutes import Notes, substituted
 from drivetrain.rehearsal.report import Failure, Message, Report
-from drivetrain.specs import Capability
+from drivetrain.specs import BackendSpec, Capability
 
-__all__ = ["Rehearsal", "rehearse"]
+__all__ = ["Rehearsal", "refuse_engines", "rehearse"]
 
 #: Engines of vendors that launch kernels and processes of their own: fake tensors don't get through them.
 _OWNERS = (
@@ -85,7 +85,11 @@ class _Watch:
             return None
         fake = self.stage.parameter(parameter)
         self.stage.memory.add(fake, "prepare")
-        return fake
+        try:
+            torch.utils.swap_tensors(parameter, fake)  # the object stays: other modules and optimizers may have it
+        except RuntimeError:  # something refers to it weakly
+            return fake
+        return None
 
     def assemble(self, given: Any) -> engine.Parts:
         """An Accelerator whose backend prepares fake models."""
@@ -134,7 +138,8 @@ class _Watch:
 
     def before_forward(self, module: Any, args: Any) -> None:
         self._depth += 1
-        self.stage.phase = "forward"
+        if self.stage.phase != "backward":  # where activations are computed again
+            self.stage.phase = "forward"
         if not self.stage.step:
             self.stage.step = 1
             self.stage.memory.begin()
@@ -151,6 +156,7 @@ class _Watch:
                 return function(*args, **kwargs)
         finally:
             self.stage.works.clear()
+            self.stage.memory.keep_gradients()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._first = self._first or optimizer
@@ -191,14 +197,18 @@ class _Watch:
                 handle.remove()
 
 
-def _make_backend(registry: Any, plan: Any, device: Any) -> Any:
-    owns = [c for c in _OWNERS if c in plan.backend.capabilities]
-    if owns or plan.backend.exclusive:
-        what = owns[0].value if owns else "exclusive"
+def refuse_engines(spec: BackendSpec) -> None:
+    """Raise `UnsupportedError` for a backend whose vendor's engine does the work."""
+    owns = [c for c in _OWNERS if c in spec.capabilities]
+    if owns or spec.exclusive:
         raise UnsupportedError(
-            f"The backend {plan.backend.name!r} can't be rehearsed: an engine of its own does the work ({what}), and needs real devices and values. "
-            "`drivetrain plan` predicts its memory; rehearse the script with a backend that is made of torch's own parts."
+            f"The backend {spec.name!r} can't be rehearsed: an engine of its own does the work ({owns[0].value if owns else 'exclusive'}), and needs real "
+            "devices and values. Rehearse the script with a backend that is made of torch's own parts."
         )
+
+
+def _make_backend(registry: Any, plan: Any, device: Any) -> Any:
+    refuse_engines(plan.backend)
     return _original_make_backend(registry, plan, device)
 
 
