@@ -217,6 +217,13 @@ def test_native_code_that_ended_a_rank():
     )
 
 
+def test_native_code_that_ended_a_rank_for_the_sake_of_another_collective(script):
+    gather = op(3, 5, "gather", time=30, operation="_all_gather_base", file=script, waiting=True)
+    aborted = with_end(Evidence(rank=1), RankFailure(rank=1, returncode=-6, time=0.0), where="")
+    text = text_of(Evidence(rank=0, recorded=history(script, gather)), aborted)
+    assert "train.py:5 stands under `if accelerator.is_main_process:` (line 4), which depends on the rank." in text
+
+
 def test_groups_are_compared_among_their_own_ranks():
     groups = {"0": (0, 1, 2), "half": (0, 1)}
     half = Entry(group="half", number=1, operation="all_reduce", time=5, name="all_reduce", places=())

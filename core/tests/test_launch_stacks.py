@@ -142,6 +142,7 @@ def test_a_failure_says_where_the_others_were(run):
 
 def test_a_plain_program_is_left_alone(run, tmp_path):
     def ask():
+        time.sleep(0.2)  # the program may run before its launcher knows that it has started it
         os.kill(os.getpid(), signal.SIGUSR2)
         time.sleep(0.3)
         (tmp_path / "stop").touch()

@@ -17,7 +17,7 @@ from pathlib import Path
 from . import MODULES, processes, steps
 from .table import Row, render
 
-SECTIONS = ("steps", "import", "cli", "launch")
+SECTIONS = ("steps", "import", "cli", "launch", "notes")
 
 
 @dataclass(slots=True)
@@ -95,6 +95,7 @@ def _measure(args: argparse.Namespace) -> Report:
         ("import", processes.construction, args.repeats),
         ("cli", processes.command_line, args.repeats),
         ("launch", processes.launch, args.launches),
+        ("notes", processes.notes, args.repeats),
     ):
         if name in args.only:
             with report.section(name):

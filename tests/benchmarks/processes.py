@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import mmap
 import os
 import random
 import signal
@@ -131,6 +132,30 @@ def command_line(repeats: int) -> list[Row]:
         title = "command line" + (f", {distributions} more distributions installed" if distributions else "")
         targets = {"drivetrain --help": 2.0, "drivetrain plugins": 3.0}
         rows += _against(title, found, "click and entry points", targets)
+    return rows
+
+
+def notes(repeats: int) -> list[Row]:
+    """What a collective and a step pay for the notes that a launcher reads when ranks part: CPU time, from below two frames of a library."""
+    from drivetrain import _marks
+
+    with tempfile.TemporaryFile() as file:
+        file.truncate(_marks.SIZE)
+        kept = _marks.Marks(mmap.mmap(file.fileno(), _marks.SIZE))
+    space: dict[str, Callable[[], None]] = {"mark": kept.mark}  # type: ignore[dict-item]
+    code = "def outer():\n    inner()\ndef inner():\n    mark('backward', 0)\n"
+    exec(compile(code, _marks.__file__, "exec"), space)
+    series = {"a collective": space["outer"], "a step": lambda: kept.stepped(1)}
+    section, calls = "notes for the launcher, in jobs of several processes", 5000
+    rows = []
+    for name, call in series.items():
+        times = []
+        for _ in range(3 * repeats):
+            started = time.process_time()
+            for _ in range(calls):
+                call()
+            times.append((time.process_time() - started) / calls * 1e6)
+        rows.append(Row(section, f"{name}, CPU time", stats.median(times), "us", target=2.0))
     return rows
 
 

@@ -25,8 +25,8 @@ def likely_cause(found: Mapping[int, Entry | None], evidence: Sequence[Evidence]
     away = [e for e in evidence if e.rank in found and found[e.rank] is None]
     gone = [e for e in away if e.ended and not e.consequence]
     failed = [e for e in gone if e.failed]
-    if failed:
-        return _failed(failed[0], came)
+    if failed and not failed[0].aborted:
+        return f"rank {failed[0].rank} failed by itself, and the others waited for it."
     if not away and len({entry.places[:1] for entry in came.values()}) == 1:
         return _slipped(came) or _unequal(came)
     stands = {rank: entry.places for rank, entry in came.items()}
@@ -34,6 +34,7 @@ def likely_cause(found: Mapping[int, Entry | None], evidence: Sequence[Evidence]
     branches = _branches(stands, came, {e.rank: _done(e) for e in evidence})
     return (
         _branch([b for b in branches if b.about_rank and b.part.kind != "exit"])
+        or _aborted(failed, came)
         or _loop(stands, came, gone)
         or _late(away)
         or _branch(branches)
@@ -41,15 +42,15 @@ def likely_cause(found: Mapping[int, Entry | None], evidence: Sequence[Evidence]
     )
 
 
-def _failed(e: Evidence, came: Mapping[int, Entry]) -> str:
-    """A rank failed, and others waited for it."""
-    if not e.aborted:
-        return f"rank {e.rank} failed by itself, and the others waited for it."
-    waiting = next(iter(came.values()))
-    of = f" (of {waiting.size} on rank {next(iter(came))})" if waiting.size else ""
+def _aborted(failed: Sequence[Evidence], came: Mapping[int, Entry]) -> str:
+    """Native code ended a rank, which leaves nothing but its notes."""
+    if not failed:
+        return ""
+    rank, waiting = next(iter(came.items()))
+    of = f" (of {waiting.size} on rank {rank})" if waiting.size else ""
     return (
-        f"native code ended rank {e.rank}, as gloo does with a process that is sent more bytes than it expects: look whether shapes and dtypes "
-        f"are equal on all ranks in {waiting.name}{of}. Its stack at that moment stands in its output."
+        f"native code ended rank {failed[0].rank}, as gloo does with a process that is sent more bytes than it expects: look whether shapes and "
+        f"dtypes are equal on all ranks in {waiting.name}{of}. Its stack at that moment stands in its output."
     )
 
 
@@ -64,11 +65,9 @@ def _slipped(came: Mapping[int, Entry]) -> str:
     conditions = [
         part for file, line, _ in entry.places[:1] for part in around(file, line) if part.kind in ("if", "else", "exit")
     ]
-    return (
-        f"{text}; {entry.name} stands {'after' if conditions[-1].kind == 'exit' else 'under'} {conditions[-1]}."
-        if conditions
-        else f"{text}."
-    )
+    if not conditions:
+        return f"{text}."
+    return f"{text}; {entry.name} stands {'after' if conditions[-1].kind == 'exit' else 'under'} {conditions[-1]}."
 
 
 def _unequal(came: Mapping[int, Entry]) -> str:

@@ -203,7 +203,7 @@ def _record(error: BaseException, *, shown: bool = False) -> bool:
         os.replace(f"{path}.part", path)
     except OSError:
         return False
-    if not shown and "torch.distributed" in sys.modules:
+    if not shown and "torch.distributed" in sys.modules and os.path.exists(f"{path}.ask"):
         _write_flight(path)
     return True
 

@@ -38,6 +38,7 @@ class TimingFacade:
     _objects: PreparedObjects
     _loader_stack: LoaderStack
     _begun: _Begun | None = None
+    _watching: bool = False
     _schedules: ScheduleCheck | None = None
     gradient_state: Accumulator
     _step: int = 0
@@ -98,9 +99,10 @@ class TimingFacade:
         """Save what isn't yet, in a script that makes checkpoints."""
 
     def _watch(self) -> None:
-        """Hear of requests to stop: from now on a SIGTERM is one, and kills nobody."""
+        """Hear of requests to stop: from now on a SIGTERM is one, and kills nobody. Idempotent."""
         self._stopper.watch()
         self._hub.outlive_signal()
+        self._watching = True
 
     @property
     def _epoch_to_go_on_with(self) -> int:
@@ -120,7 +122,8 @@ class TimingFacade:
         Requested by SIGTERM or SIGUSR1 (from the first time this is asked), `set_trigger`, `request_stop` or `stop_after` on any process; becomes true
         on all processes after the same optimizer step, with no collective of its own.
         """
-        self._watch()
+        if not self._watching:  # a loop asks at each step
+            self._watch()
         return self._stopper.should_stop
 
     def request_stop(self, reason: str = "requested") -> None:
