@@ -32,6 +32,8 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
     print("step", accelerator.step, sys.argv[1:])
+    if accelerator.project_dir:
+        accelerator.get_tracker("jsonl").log_scalars({{"loss": loss.item()}}, step=0)
 accelerator.save_state()
 accelerator.end_training()
 """

@@ -130,11 +130,13 @@ def _states(step: _Step, event: str, kind: str, tolerance: float) -> Iterator[Di
                 continue
             what = kind if _is_parameter(step, index, name) else "buffer"
             if what != "buffer" and b.spread > _ALIKE:
-                yield _unlike(f"{kind} differ between ranks", step.number, name, b)
+                yield _unlike(f"{kind} differ between ranks", step, index, name, b)
             off = a.away(b)
             drift = relative(step.drift.get((index, name), 0.0), max(a.norm, b.norm, 1e-30))
             if off > tolerance + drift:
-                yield Difference(what, step.number, name, _norms(a, b, step), a.norm, b.norm, off, tolerance + drift)
+                yield Difference(
+                    what, step.number, name, _norms(a, b, step, index), a.norm, b.norm, off, tolerance + drift
+                )
             if drift < _ARBITRARY:
                 step.note(what, off)
 
@@ -158,13 +160,15 @@ def _merged(events: Sequence[Event]) -> dict[str, Whole]:
     return {name: whole for name, whole in found.items() if whole is not None}
 
 
-def _unlike(kind: str, step: int, name: str, whole: Whole) -> Difference:
+def _unlike(kind: str, step: _Step, index: int, name: str, whole: Whole) -> Difference:
     norms = ", ".join(f"rank {r}: {'none' if n is None else f'{n:.6g}'}" for r, n in enumerate(whole.norms))
-    return Difference(kind, step, name, f"norms are {norms}", relative=whole.spread, tolerance=_ALIKE)
+    text = f"norms are {norms}{step.several.which(index)}"
+    return Difference(kind, step.number, name, text, relative=whole.spread, tolerance=_ALIKE)
 
 
-def _norms(a: Whole, b: Whole, step: _Step) -> str:
-    return f"the norm is {a.norm:.6g} on one process and {b.norm:.6g} on {len(step.several.records)}"
+def _norms(a: Whole, b: Whole, step: _Step, index: int) -> str:
+    run = step.several
+    return f"the norm is {a.norm:.6g} on one process and {b.norm:.6g} on {len(run.records)}{run.which(index)}"
 
 
 # -- forward and losses --------------------------------------------------------------------------------------------------
@@ -267,10 +271,10 @@ def _gradients_of(
                 yield Difference("missing gradient", step.number, name, text)
             continue
         if b.spread > _ALIKE and max(n or 0.0 for n in b.norms) > _ROUNDING * total:
-            unlike.append(_unlike(f"{kind}s differ between ranks", step.number, name, b))
+            unlike.append(_unlike(f"{kind}s differ between ranks", step, index, name, b))
         off = a.away(b, floor=_SMALL * total)
         if off > tolerance:
-            apart.append(Difference(kind, step.number, name, _norms(a, b, step), a.norm, b.norm, off, tolerance))
+            apart.append(Difference(kind, step.number, name, _norms(a, b, step, index), a.norm, b.norm, off, tolerance))
         step.note(kind, off)
         distances.append(distance(a.sums, b.sums))
     for found in (unlike, apart):

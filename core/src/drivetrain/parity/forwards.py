@@ -32,7 +32,7 @@ def forward_differences(
         yield from _flags(step, "frozen", "frozen parameters", everyone)
         yield from _flags(step, "evaluating", "modules in evaluation", everyone)
         yield from _calls(step, everyone)
-        yield from _outputs(step, ours, theirs, tolerance)
+        yield from _outputs(step, ours, theirs, tolerance, several.which(ours["model"]))
     counts = [sum(1 for _ in r.of("forward", step)) for r in (*single.records, *several.records)]
     if complete and len(set(counts)) > 1:
         text = f"the model is called {counts[0]} times by one process, {', '.join(map(str, counts[1:]))} times by the ranks"
@@ -127,7 +127,9 @@ def _type(everyone: Sequence[Event], name: str) -> str:
     return next((str(m["type"]) for e in everyone for m in e["modules"] if m["name"] == name), "")
 
 
-def _outputs(step: int, ours: Event, theirs: Sequence[Event], tolerance: float) -> Iterator[Difference | float]:
+def _outputs(
+    step: int, ours: Event, theirs: Sequence[Event], tolerance: float, which: str
+) -> Iterator[Difference | float]:
     for place, module in enumerate(ours["modules"]):
         others = [e["modules"][place] for e in theirs]
         for key, sketch in module["outputs"].items():
@@ -136,7 +138,7 @@ def _outputs(step: int, ours: Event, theirs: Sequence[Event], tolerance: float) 
                 continue
             off = pair[0].distance(pair[1])
             if off > tolerance:
-                text = f"the norm is {pair[0].norm:.6g} on one process and {pair[1].norm:.6g} over the ranks"
+                text = f"the norm is {pair[0].norm:.6g} on one process and {pair[1].norm:.6g} over the ranks{which}"
                 yield Difference(
                     "module output",
                     step,

@@ -55,6 +55,16 @@ class Run:
         """How each prepared loader cuts its epochs, in order."""
         return [e["layout"] for e in self.first.of("loader")]
 
+    def which(self, model: int) -> str:
+        """Which of several models, as a remark; nothing where there is one.
+
+        Example:
+            >>> Run((RankRecord(0, ({"event": "model", "type": "A"}, {"event": "model", "type": "B"})),)).which(1)
+            ' (model 1, B)'
+        """
+        models = list(self.first.of("model"))
+        return f" (model {model}, {models[model]['type']})" if len(models) > 1 else ""
+
     @property
     def steps(self) -> int:
         """Optimizer steps that every rank has on record, whole."""

@@ -23,6 +23,7 @@ from drivetrain.errors import UnsupportedError
 from drivetrain.parity.modules import ForwardWatch, quieten
 from drivetrain.parity.record import RecordWriter
 from drivetrain.parity.sketch import sketch, sketch_rows
+from drivetrain.tracking.handle import InertTracker
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator
@@ -64,6 +65,7 @@ class Recorder:
         self._writer: RecordWriter | None = None
         self._accelerator: Accelerator | None = None
         self._watches: dict[torch.nn.Module, ForwardWatch] = {}
+        self._evaluated: set[torch.nn.Module] = set()
         self._optimizers: list[Any] = []
         self._loaders: list[Any] = []
         self._begun = False  # the first forward in training has come
@@ -75,7 +77,7 @@ class Recorder:
         """Begin to record an Accelerator: it was just made.
 
         Raises:
-            UnsupportedError: For a second one with other processes or settings; only one is compared.
+            UnsupportedError: For a second one: only one is compared.
         """
         if self._accelerator is not None:
             raise UnsupportedError(
@@ -108,6 +110,7 @@ class Recorder:
         replaced.gather_for_metrics = self._around(accelerator.gather_for_metrics, self._gather)
         replaced.reduce = self._around(accelerator.reduce, self._reduce)
         replaced.gather = self._around(accelerator.gather, self._reduce)
+        replaced.get_tracker = lambda name, unwrap=False: InertTracker(name)
         replaced.log = self._log
         replaced.log_training = lambda values=None, step=None, **_: self._log(values or {}, step)
 
@@ -140,7 +143,9 @@ class Recorder:
         results = inner(*args, evaluation=evaluation, **kwargs)
         objects = self._owner._objects.by_kind
         for model in objects["model"]:
-            if model not in self._watches and not evaluation:
+            if evaluation and model not in self._watches:
+                self._evaluated.add(model)
+            elif model not in self._watches and model not in self._evaluated:
                 self._add_model(model)
         for optimizer in objects["optimizer"]:
             if all(optimizer is not known for known in self._optimizers):
