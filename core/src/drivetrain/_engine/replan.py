@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -109,7 +109,7 @@ def _plan(accelerator: Accelerator, best: ShardingPlan, report: PlanReport) -> P
     choice = Choice("backend", spec.name, f"planned: {report.reason}", plugin=provider.name, version=provider.version)
     former = Rejection("backend", parts.plan.backend.name, "planned: the model doesn't fit with it")
     rejected = [r for r in plan.rejections if (r.kind, r.name) != ("backend", former.name)]
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         plan,
         choices=tuple(choice if c.kind == "backend" else c for c in plan.choices),
         rejections=(*rejected, *(() if former.name == spec.name else (former,))),

@@ -212,7 +212,7 @@ def _make_backend(registry: Any, plan: Any, device: Any) -> Any:
     return _original_make_backend(registry, plan, device)
 
 
-_original_make_backend = engine._make_backend
+_original_make_backend = engine.make_backend
 
 
 def rehearse(script: Callable[[], Any], what: Rehearsal) -> Report:
@@ -232,7 +232,8 @@ def rehearse(script: Callable[[], Any], what: Rehearsal) -> Report:
     started = time.perf_counter()
     more: dict[str, Any] = {
         "drivetrain.accelerator:assemble": watch.assemble,
-        "drivetrain._engine.assemble:_make_backend": _make_backend,
+        "drivetrain._engine.assemble:make_backend": _make_backend,
+        "drivetrain._engine.replan:make_backend": _make_backend,
     }
     with (
         substituted(stage, rank=what.rank, world_size=what.world_size, notes=notes, **more),
