@@ -12,7 +12,6 @@ with its length before it.
 from __future__ import annotations
 
 import functools
-import mmap
 import os
 import struct
 import sys
@@ -193,6 +192,8 @@ def marks() -> Marks | None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         return None
+    import mmap
+
     try:
         with marks_file(Path(error_file)).open("r+b") as file:
             return Marks(mmap.mmap(file.fileno(), SIZE))

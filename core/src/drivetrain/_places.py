@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from pathlib import Path
 
 __all__ = ["is_users", "short"]
 
-#: The standard library (`sysconfig` would tell, and takes longer to import than all of this project's options), and this package, which may be installed in place.
-_NOT_THE_USERS = tuple(os.path.join(Path(file).parent, "") for file in (os.__file__, __file__))  # noqa: PTH118
-#: Installed packages, and plugins that are installed in place, by the rule for their names.
+#: Packages of another environment on the path, and plugins that are installed in place, by the rule for their names.
 _INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|src[/\\]drivetrain_\w+)[/\\]")
 
 
@@ -21,7 +20,17 @@ def is_users(file: str) -> bool:
         >>> is_users("/home/me/train.py"), is_users(re.__file__), is_users("<frozen runpy>")
         (True, False, False)
     """
-    return not (file.startswith((*_NOT_THE_USERS, "<frozen")) or _INSTALLED.search(file))
+    return not (file.startswith(_libraries()) or _INSTALLED.search(file))
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """Where the standard library, installed packages and this package (which may be installed in place) lie."""
+    import sysconfig
+
+    paths = sysconfig.get_paths()
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return (*{paths[name] for name in names}, str(Path(__file__).parent), "<frozen")
 
 
 def short(file: str) -> str:
