@@ -192,7 +192,7 @@ def test_two_engines_that_train_through_each_other(workers: Workers) -> None:
 
 
 def losses_of_one_forward(stage: int, offload: str) -> dict[str, torch.Tensor]:
-    """On a rank: one forward, three backwards, in each of two micro-batches."""
+    """On a rank: one forward and three backwards in each of two micro-batches."""
     accelerator = make(zero_stage=stage, gradient_accumulation_steps=2, offload_optimizer_device=offload)
     inner = make_model()
     model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
@@ -211,11 +211,11 @@ def losses_of_one_forward(stage: int, offload: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_several_losses_of_one_forward(workers: Workers, offload: str) -> None:
-    """Gradients add up; DeepSpeed by itself would keep the last one's alone at stage 3."""
+    """Gradients add up. At stage 3 parameters are gone after a backward."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain_step(model, optimizer, model(BATCH["x"]).pow(2).mean(0).sum())
-    for stage in range(1 if offload == "cpu" else 0, 4):
+    for stage in range(1 if offload == "cpu" else 0, 3):
         for ours in workers(2).run(losses_of_one_forward, stage, offload):
             assert differ(ours, dict(model.state_dict())) < 1e-6, stage
 
@@ -300,6 +300,16 @@ def test_what_cannot_be_an_engine_is_refused() -> None:
         refused([a, sgd], {"hf_ds_config": document}, UnsupportedError, words)
     with pytest.raises(UnsupportedError, match="fp16"):
         make(mixed_precision="fp16")
+
+
+def test_a_graph_is_run_once_at_stage_3() -> None:
+    """Its parameters are gone after a backward."""
+    accelerator = make(zero_stage=3)
+    inner = make_model()
+    model, _ = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    with pytest.raises(UnsupportedError, match="Add the losses up"):
+        accelerator.backward(model(BATCH["x"]).mean(), retain_graph=True)
+    accelerator.end_training()
 
 
 def test_a_model_without_an_optimizer() -> None:

@@ -143,6 +143,11 @@ class DeepSpeedBackend(Backend):
             )
         if not engines:
             raise ConfigurationError("The loss doesn't depend on any parameter of a prepared model.")
+        if kwargs.get("retain_graph") and any(engine.stage == 3 for engine in engines):
+            raise UnsupportedError(
+                "backward(retain_graph=True): at stage 3 DeepSpeed lets go of parameters in backward, so that no graph can be run twice. Add the losses up, "
+                "and call backward once."
+            )
         for engine in engines:
             engine.begin_backward()
         with contextlib.ExitStack() as stack:
