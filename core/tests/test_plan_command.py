@@ -53,7 +53,7 @@ def test_small_models_keep_all_they_can_and_large_ones_are_sharded():
     assert all(c["fits"] for c in small["candidates"] if c["backend"] == "ddp")
     large = ("--params", "13e9", "--layers", "40", "--hidden", "5120", "--seq", "1024", "--precision", "bf16")
     sharded = data(*large, *devices)["best"]
-    assert sharded["backend"] == "fsdp"
+    assert sharded["backend"] in ("fsdp", "deepspeed")
     assert not any(c["fits"] for c in data(*large, *devices)["candidates"] if c["backend"] == "ddp")
     assert sharded["micro_batch"] * sharded["accumulation"] * 8 == 64
     assert sharded["peak_bytes"] <= 72e9
@@ -71,7 +71,7 @@ def test_what_may_not_be_changed_isnt():
 
 
 def test_nothing_fits():
-    result = run(*COUNTS, "--device-memory", "8GB", "--accelerator", "t4")
+    result = run(*COUNTS, "--device-memory", "8GB", "--accelerator", "t4", "--no-offload")
     assert result.exit_code == 1
     assert "nothing fits in 7.2 GB per device (8.0 GB less 10%)" in result.output
 
