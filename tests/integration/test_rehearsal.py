@@ -99,10 +99,8 @@ def test_a_rehearsal_sends_and_holds_what_a_real_run_does(workers, world, words)
     names = ["parameters"] if "fp16" in words else ["parameters", "optimizer state"]
     assert {n: report.memory[n] for n in names} == {n: real["memory"][n] for n in names}
     most = max(report.peak, report.setup_peak)
-    if "ddp" in words:
-        assert most == pytest.approx(real["peak"], rel=0.03)
-    else:  # gloo copies what it gathers and scatters, which isn't the training's memory
-        assert 0.65 * real["peak"] < most <= 1.01 * real["peak"]
+    # gloo copies what it gathers and scatters, which isn't the training's memory, and lets go of buffers when its threads get to it.
+    assert (0.9 if "ddp" in words else 0.65) * real["peak"] < most <= 1.01 * real["peak"]
 
 
 def test_a_rank_of_a_large_job_has_its_share(tmp_path):
@@ -116,6 +114,7 @@ def test_a_rank_of_a_large_job_has_its_share(tmp_path):
     }
     # Each parameter is padded to a multiple of the ranks along its first dimension.
     assert report.memory["parameters"] == per_step["reduce_scatter"] / 64
+    assert report.at_peak["inputs"] == 2 * 4 * 16 * 8  # the batch: two tensors of 4 rows of 16 whole numbers
     assert report.memory["optimizer state"] >= 2 * report.memory["parameters"]
     assert not list(tmp_path.rglob("*.safetensors"))
     assert not list(tmp_path.rglob("*.pt"))

@@ -50,13 +50,19 @@ class MemoryLog:
         #: How many events there were when each step ended.
         self.marks: list[int] = []
 
-    def add(self, tensor: torch.Tensor, phase: str) -> None:
+    def add_input(self, tensor: torch.Tensor, phase: str) -> None:
+        """Count a tensor that comes from the data: itself, and not what it is a part of, which needn't be on the device."""
+        if tensor.untyped_storage()._cdata not in self._live:
+            self.add(tensor, phase, nbytes=tensor.numel() * tensor.element_size())
+            self.label(tensor, "inputs")
+
+    def add(self, tensor: torch.Tensor, phase: str, *, nbytes: int | None = None) -> None:
         """Count a tensor's storage, if it isn't yet."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
             return
-        block = _Block(int(storage.nbytes()), phase)
+        block = _Block(int(storage.nbytes()) if nbytes is None else nbytes, phase)
         self._live[key] = block, weakref.ref(storage, functools.partial(self._gone, key))
         self._events.append((block, block.nbytes))
 

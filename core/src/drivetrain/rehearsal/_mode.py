@@ -157,9 +157,13 @@ class Operators(TorchDispatchMode):
         stage = self._stage
         written = [t for t in _written(func, args, kwargs) if not isinstance(t, FakeTensor)]
         if not written:
-            return _on_shapes(stage, func, _known_masks(func, args), kwargs)
+            if stage.phase in ("loop", "forward"):
+                for tensor in tensors_of((args, kwargs)):
+                    if not isinstance(tensor, FakeTensor):
+                        stage.memory.add_input(tensor, stage.phase)
+            return _on_shapes(stage, func, _known_masks(stage, func, args), kwargs)
         stand_ins = {id(t): stage.empty(t) for t in written}
-        back = {id(fake): real for real in written for fake in (stand_ins[id(real)],)}
+        back = {id(stand_ins[id(real)]): real for real in written}
         args, kwargs = _replaced(args, stand_ins), _replaced(kwargs, stand_ins)
         results = _on_shapes(stage, func, args, kwargs)
         for tensor in written:
@@ -181,7 +185,7 @@ class Operators(TorchDispatchMode):
         stage.sent.append(describe(func, args, step=stage.step, where=place()))
         if func.namespace != "c10d":
             results = self._shapes(func, args, kwargs) if fake else func(*args, **kwargs)
-            if func.__name__.startswith("all_reduce") and not fake and args[1] == "sum":
+            if func.__name__.startswith("all_reduce.") and not fake and args[1] == "sum":
                 results = results * describe(func, args).group_size
         else:
             group_size = stage.sent[-1].group_size
@@ -237,13 +241,13 @@ def _on_shapes(stage: Stage, func: Any, args: tuple[Any, ...], kwargs: dict[str,
         ) from error
 
 
-def _known_masks(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _known_masks(stage: Stage, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Masks that come from the data choose elements by their places: the shape of the result is then known."""
     if func not in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default):
         return args
     indices: list[Any] = []
     for index in args[1]:
-        if isinstance(index, torch.Tensor) and not isinstance(index, FakeTensor) and index.dtype == torch.bool:
+        if isinstance(index, torch.Tensor) and index.dtype == torch.bool and index not in stage.unknown:
             indices.extend(index.nonzero(as_tuple=True))
         else:
             indices.append(index)
