@@ -295,7 +295,7 @@ class ClusterSpec(_Spec):
         machine: A function ``(environ: Mapping[str, str]) -> Mapping[str, Any] | None``, ``"package.module:name"``, for clusters that start one
             program on each machine of a job, and that program is ``drivetrain launch``: what the cluster says of ``num_machines``,
             ``machine_rank``, ``main_process_ip``, ``main_process_port`` and ``per_machine`` (processes on each machine), and a ``reason``.
-            None where it says nothing. What the user gives stands above that.
+            None where it says nothing. Asked where a variable of ``marker`` is set; what the user gives stands above that.
         priority: Of several that apply the highest wins: explicit launchers (torchrun) stand above what they run under.
 
     Example:

@@ -56,7 +56,8 @@ def placement(
     if any(origins[name].source is not Source.DEFAULT for name in (*_FIELDS, "min_machines") if name in origins):
         return untouched
     for spec in sorted(clusters, key=lambda spec: (-spec.priority, spec.name)):
-        said: Mapping[str, Any] | None = load_target(spec.machine)(environ) if spec.machine else None
+        marked = not spec.marker or any(environ.get(name, "").strip() for name in spec.marker)
+        said: Mapping[str, Any] | None = load_target(spec.machine)(environ) if spec.machine and marked else None
         if said is None:
             continue
         changes = {name: said[name] for name in _FIELDS if name in said}

@@ -74,7 +74,7 @@ class KubernetesLauncher(Launcher):
         try:
             for other in others:
                 cluster.create({**other, "metadata": {**other["metadata"], "ownerReferences": [owner]}})
-        except (LaunchError, ConnectionError):
+        except BaseException:  # Ctrl-C too: nothing is left behind
             with contextlib.suppress(LaunchError, ConnectionError):
                 cluster.delete(job)
             raise

@@ -63,7 +63,7 @@ class Watch:
         self._signum = 0
         self._hurry = False
         self._wake = threading.Event()
-        self._followers: dict[str, _Follower] = {}
+        self._followers: dict[tuple[str, int], _Follower] = {}
         self._ends: dict[int, _End] = {}
         self._said: set[str] = set()
 
@@ -92,18 +92,18 @@ class Watch:
         silent: float | None = None
         deleted: float | None = None
         while True:
-            if self._signum and deleted is None:
-                say(f"removing job {self._name} (again to leave at once)")
-                self._cluster.delete(self._job)
-                deleted = time.monotonic()
             try:
+                if self._signum and deleted is None:
+                    self._say_once(f"removing job {self._name} (again to leave at once)")
+                    self._cluster.delete(self._job)
+                    deleted = time.monotonic()
                 state = self._cluster.state(self._job)
                 pods = self._cluster.pods(self._job)
                 silent = None
             except ConnectionError as error:
                 silent = silent or time.monotonic()
                 self._say_once(f"{error}. Asking again; the job itself goes on.")
-                if time.monotonic() - silent > _PATIENCE:
+                if self._hurry or time.monotonic() - silent > _PATIENCE:
                     raise LaunchError(f"{error}. Job {self._name} wasn't touched: it may still run.") from None
                 state, pods = JobState(), []
             else:
@@ -134,7 +134,8 @@ class Watch:
             for container in containers:
                 state = container.get("state") or {}
                 if "running" in state or "terminated" in state:
-                    self._follow(meta, container["name"], machine)
+                    follower = self._follow(meta, container, machine)
+                    follower.ended = "terminated" in state
                 if "terminated" in state:
                     self._note_end(meta, machine, state["terminated"])
                 waiting = state.get("waiting") or {}
@@ -147,14 +148,17 @@ class Watch:
                     why = condition.get("message") or condition.get("reason", "")
                     self._say_once(f"machine {machine} must go ({meta['name']}): {why}")
 
-    def _follow(self, meta: Mapping[str, Any], container: str, machine: int) -> None:
-        if meta["uid"] not in self._followers:
+    def _follow(self, meta: Mapping[str, Any], container: Mapping[str, Any], machine: int) -> _Follower:
+        key = (meta["uid"], int(container.get("restartCount", 0)))  # a container may start again in its pod
+        if key not in self._followers:
+            for (uid, _), before in self._followers.items():
+                before.ended = before.ended or uid == meta["uid"]
             prefix = f"[machine {machine}] ".encode() if self._label else b""
-            self._followers[meta["uid"]] = _Follower(self._cluster, meta["name"], container, prefix)
-        self._followers[meta["uid"]].start()
+            self._followers[key] = _Follower(self._cluster, meta["name"], container["name"], prefix)
+            self._followers[key].start()
+        return self._followers[key]
 
     def _note_end(self, meta: Mapping[str, Any], machine: int, ended: Mapping[str, Any]) -> None:
-        self._followers[meta["uid"]].ended = True
         end = _End(
             created=str(meta.get("creationTimestamp", "")),
             finished=str(ended.get("finishedAt", "")),
@@ -208,9 +212,8 @@ class _Follower:
         self.ended = False
 
     def start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"log-{self._pod}", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._run, name=f"log-{self._pod}", daemon=True)
+        self._thread.start()
 
     def join(self, seconds: float) -> None:
         if self._thread is not None:
