@@ -143,7 +143,7 @@ def stream(backend, precision="no"):
 #: Optimizer steps that a loop makes, 10 at most.
 STEPS = {mlp: 8, conv: 9, transformer: 10, stream: 10}
 CASES = [(mlp, "ddp", "no"), (conv, "fsdp", "no"), (transformer, "ddp", "no"), (transformer, "fsdp", "bf16")]
-ALL = [(script, b, p) for script in STEPS for b in ("ddp", "fsdp") for p in ("no", "bf16")]
+ALL = [(script, b, p) for script in STEPS for b in ("ddp", "fsdp", "deepspeed") for p in ("no", "bf16")]
 
 
 def cases():
