@@ -185,9 +185,7 @@ class ObjectTests(BackendKit):
             assert facts["unwrapped"], f"{who}: unwrap_model didn't give the user's module"
             assert facts["unwrapped twice"], f"{who}: unwrap_model of a plain module must give that module"
             assert facts["is module"], f"{who}: a prepared model must be a torch.nn.Module"
-            assert facts["steps parameters"], (
-                f"{who}: the optimizer doesn't hold the parameters of the prepared model"
-            )
+            assert facts["steps parameters"], f"{who}: the optimizer doesn't hold the parameters of the prepared model"
             assert facts["device"], f"{who}: parameters aren't on the device"
             assert facts["mode"], f"{who}: train() and eval() of the prepared model don't reach the user's"
             assert facts["described"], f"{who}: describe() must map texts to texts"
