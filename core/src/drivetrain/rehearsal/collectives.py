@@ -13,50 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from drivetrain.parallel._operators import COLLECTIVES
+
 __all__ = ["PLAIN", "Collective", "describe", "is_collective", "record_collectives"]
 
 #: Types of tensors that operators work on; others take them apart first.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
-
-#: torch's operators by the collective that they are. Those of ``_c10d_functional`` are what DTensors send.
-_KINDS = {
-    "c10d": {
-        "allreduce_": "all_reduce",
-        "allreduce_coalesced_": "all_reduce",
-        "allgather_": "all_gather",
-        "_allgather_base_": "all_gather",
-        "allgather_coalesced_": "all_gather",
-        "allgather_into_tensor_coalesced_": "all_gather",
-        "reduce_scatter_": "reduce_scatter",
-        "_reduce_scatter_base_": "reduce_scatter",
-        "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-        "broadcast_": "broadcast",
-        "reduce_": "reduce",
-        "gather_": "gather",
-        "scatter_": "scatter",
-        "alltoall_": "all_to_all",
-        "alltoall_base_": "all_to_all",
-        "send": "send",
-        "recv_": "recv",
-        "recv_any_source_": "recv",
-        "barrier": "barrier",
-        "monitored_barrier_": "barrier",
-    },
-    "_c10d_functional": {
-        "all_reduce": "all_reduce",
-        "all_reduce_": "all_reduce",
-        "all_reduce_coalesced": "all_reduce",
-        "all_gather_into_tensor": "all_gather",
-        "all_gather_into_tensor_out": "all_gather",
-        "all_gather_into_tensor_coalesced": "all_gather",
-        "reduce_scatter_tensor": "reduce_scatter",
-        "reduce_scatter_tensor_coalesced": "reduce_scatter",
-        "all_to_all_single": "all_to_all",
-        "broadcast": "broadcast",
-        "broadcast_": "broadcast",
-    },
-    "_dtensor": {"shard_dim_alltoall": "all_to_all"},
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +51,7 @@ def is_collective(operator: Any) -> bool:
         >>> is_collective(torch.ops.aten.add.Tensor)
         False
     """
-    return _name(operator) in _KINDS.get(operator.namespace, ())
+    return _name(operator) in COLLECTIVES.get(operator.namespace, ())
 
 
 def describe(operator: Any, args: tuple[Any, ...], **more: Any) -> Collective:
@@ -100,7 +62,7 @@ def describe(operator: Any, args: tuple[Any, ...], **more: Any) -> Collective:
         args: Its positional arguments.
         **more: Further fields.
     """
-    kind = _KINDS[operator.namespace][_name(operator)]
+    kind = COLLECTIVES[operator.namespace][_name(operator)]
     nbytes = 0 if kind == "barrier" else max(_nbytes(argument) for argument in args)
     group = _group_of(args)
     if kind == "all_gather" and operator.namespace != "c10d":  # its argument is what this process sends

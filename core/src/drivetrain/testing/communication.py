@@ -8,30 +8,9 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["count_collectives"]
+from drivetrain.parallel._operators import COLLECTIVES
 
-#: torch's operators by the collective that they are.
-_OPERATORS = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "send": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
-    "barrier": "barrier",
-}
+__all__ = ["count_collectives"]
 
 
 def count_collectives(function: Callable[[], Any]) -> dict[str, int]:
@@ -54,5 +33,5 @@ def count_collectives(function: Callable[[], Any]) -> dict[str, int]:
     for event in recording.events() or ():
         space, _, operator = event.name.partition("::")
         if space == "c10d":
-            found[_OPERATORS.get(operator, operator)] += 1
+            found[COLLECTIVES["c10d"].get(operator, operator)] += 1
     return dict(found)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
 import torch
 
+from drivetrain.big_model import has_empty, inner_first, reset_functions
 from drivetrain.errors import UnsupportedError
 
 __all__ = ["fill"]
@@ -35,8 +35,8 @@ def fill(model: torch.nn.Module, device: torch.device, config: dict[str, Any]) -
             f"Some of {sum(1 for _ in tensors)} weights of {type(model).__name__} have values, and others are on the meta device. Make the whole "
             "model under init_empty_weights(), or none of it."
         )
-    owners = [m for m in _inner_first(model) if _own(m)]
-    functions = {id(m): _functions(m, model) for m in owners}
+    owners = [m for m in inner_first(model) if has_empty(m)]
+    functions = {id(m): reset_functions(m, model) for m in owners}
     unknown = sorted({type(m).__name__ for m in owners if not functions[id(m)]})
     if unknown:
         _refuse(unknown)
@@ -79,33 +79,3 @@ def _fill_module(
         holder = torch.nn.Module()  # `Init` takes a module with all that is below it
         holder._parameters.update({n: module._parameters[n] for n in empty})
         deepspeed.zero.Init(module=holder, config_dict_or_path=config)
-
-
-def _inner_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    seen: set[int] = set()
-
-    def visit(current: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        if id(current) in seen:
-            return
-        seen.add(id(current))
-        for child in current.children():
-            yield from visit(child)
-        yield current
-
-    return visit(module)
-
-
-def _own(module: torch.nn.Module) -> bool:
-    own = itertools.chain(module._parameters.values(), module._buffers.values())
-    return any(t is not None and t.is_meta for t in own)
-
-
-def _functions(module: torch.nn.Module, model: torch.nn.Module) -> list[Callable[[torch.nn.Module], Any]]:
-    found: list[Callable[[torch.nn.Module], Any]] = []
-    for holder in model.modules():
-        function = getattr(holder, "_init_weights", None)  # of transformers' models, also below an adapter's wrapper
-        if callable(function):
-            found.append(function)
-            break
-    own = [n for n in ("reset_parameters", "_reset_parameters") if callable(getattr(module, n, None))]
-    return [*found, *map(operator.methodcaller, own)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -12,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from drivetrain.big_model import has_empty, inner_first, reset_functions
 from drivetrain.errors import UnsupportedError
 from drivetrain.parallel.object_collectives import gather_object
 from drivetrain_fsdp.options import FullyShardedDataParallelPlugin
 from drivetrain_fsdp.shards import cut_like, local
-from drivetrain_fsdp.wrapping import inner_first
 
 __all__ = ["Start", "fill", "find_start", "replace_parameter"]
 
@@ -105,8 +104,8 @@ def fill(
     Raises:
         UnsupportedError: On every rank, for a module that nothing fills.
     """
-    owners = [m for m in inner_first(model) if _has_empty(m)]
-    functions = {id(m): [initialize] if initialize else _own_functions(m, model) for m in owners}
+    owners = [m for m in inner_first(model) if has_empty(m)]
+    functions = {id(m): [initialize] if initialize else reset_functions(m, model) for m in owners}
     unknown = sorted({type(m).__name__ for m in owners if not functions[id(m)]})
     if unknown:
         _refuse(unknown)
@@ -166,19 +165,3 @@ def _fill_module(
         dist.broadcast(data, src=0)
         local(shard).detach().copy_(local(cut_like(data, shard)))
     return complete
-
-
-def _has_empty(module: torch.nn.Module) -> bool:
-    own = itertools.chain(module._parameters.values(), module._buffers.values())
-    return any(t is not None and t.is_meta for t in own)
-
-
-def _own_functions(module: torch.nn.Module, model: torch.nn.Module) -> list[Callable[[torch.nn.Module], Any]]:
-    found: list[Callable[[torch.nn.Module], Any]] = []
-    for holder in model.modules():
-        function = getattr(holder, "_init_weights", None)  # of transformers' models, also below an adapter's wrapper
-        if callable(function):
-            found.append(function)
-            break
-    own = [n for n in ("reset_parameters", "_reset_parameters") if callable(getattr(module, n, None))]
-    return [*found, *map(operator.methodcaller, own)]

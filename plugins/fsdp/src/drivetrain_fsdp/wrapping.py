@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from drivetrain.big_model import inner_first
 from drivetrain.errors import ConfigurationError
 from drivetrain.memory.blocks import repeated_blocks
 from drivetrain_fsdp.options import FullyShardedDataParallelPlugin
 
-__all__ = ["choose_units", "inner_first"]
+__all__ = ["choose_units"]
 
 
 def choose_units(
@@ -111,26 +112,6 @@ def _by_function(model: torch.nn.Module, policy: Callable[..., Any]) -> list[tor
         return [m for m in model.modules() if policy(m)]
     except TypeError as error:
         raise ConfigurationError(f"auto_wrap_policy: the function can't be called with a module: {error}") from error
-
-
-def inner_first(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Each module of a model once, after those inside of it: the order in which constructors end.
-
-    Example:
-        >>> [type(m).__name__ for m in inner_first(torch.nn.Sequential(torch.nn.Tanh()))]
-        ['Tanh', 'Sequential']
-    """
-    seen: set[int] = set()
-
-    def visit(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        for child in module.children():
-            yield from visit(child)
-        yield module
-
-    return visit(model)
 
 
 def _can_be_unit(module: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> bool:
