@@ -93,9 +93,8 @@ def install_all(session: nox.Session) -> None:
     pip = ["python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", CONSTRAINTS]
     run(session, *pip, *TOOLS)
     run(session, *pip, *FIRST)
-    # One by one: all at once, pip's resolver loses its way among the systems' requirements and ends at ancient versions.
-    for package in [*PACKAGES, *CONTRIB]:
-        run(session, *pip, "--no-build-isolation", "-e", package, DS_BUILD_OPS="0")
+    editable = [part for package in [*PACKAGES, *CONTRIB] for part in ("-e", package)]
+    run(session, *pip, "--no-build-isolation", *editable, DS_BUILD_OPS="0")
     # Its programs have the names of Open MPI's: in a folder of its own.
     run(session, *pip, "--upgrade", "--target", VENV / "mpich", "mpich")
     stamp.write_text(wanted)
