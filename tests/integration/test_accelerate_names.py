@@ -59,7 +59,7 @@ OF_PLUGINS = {
     "": "DeepSpeedPlugin FullyShardedDataParallelPlugin",
     "utils": """
         AORecipeKwargs DeepSpeedPlugin DummyOptim DummyScheduler FullyShardedDataParallelPlugin
-        MegatronLMPlugin """,
+        MegatronLMPlugin load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer """,
 }
 
 #: Names that come later, or whose purpose is served otherwise: the error says how.
@@ -71,7 +71,7 @@ EXPLAINED = {
     "utils": """
         BnbQuantizationConfig CustomDtype FP8RecipeKwargs TERecipeKwargs compute_module_sizes get_balanced_memory get_max_memory
         TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin disable_fsdp_ram_efficient_loading
-        enable_fsdp_ram_efficient_loading load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer
+        enable_fsdp_ram_efficient_loading merge_fsdp_weights
         infer_auto_device_map load load_and_quantize_model load_offloaded_weights named_module_tensors offload_state_dict
         offload_weight purge_accelerate_environment save_offload_index set_module_tensor_to_device shard_checkpoint
         write_basic_config DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DeepSpeedSequenceParallelConfig

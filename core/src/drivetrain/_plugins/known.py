@@ -61,7 +61,7 @@ def known_plugins() -> Mapping[str, KnownPlugin]:
 
     Example:
         >>> known_plugins()["ddp"].specs
-        {'backend': ('ddp',)}
+        {'backend': ('ddp',), 'sharding-planner': ('ddp',)}
     """
     import json
 
