@@ -143,7 +143,9 @@ def stream(backend, precision="no"):
 #: Optimizer steps that a loop makes, 10 at most.
 STEPS = {mlp: 8, conv: 9, transformer: 10, stream: 10}
 CASES = [(mlp, "ddp", "no"), (conv, "fsdp", "no"), (transformer, "ddp", "no"), (transformer, "fsdp", "bf16")]
-ALL = [(script, b, p) for script in STEPS for b in ("ddp", "fsdp", "deepspeed") for p in ("no", "bf16")]
+#: DeepSpeed's own bf16 rounds the weights before the first step, which is another training than one process's.
+HOW = [("ddp", "no"), ("ddp", "bf16"), ("fsdp", "no"), ("fsdp", "bf16"), ("deepspeed", "no")]
+ALL = [(script, *how) for script in STEPS for how in HOW]
 
 
 def cases():
