@@ -142,7 +142,7 @@ def rehearse(ctx: click.Context, /, **flags: Any) -> None:
 
 
     Examples:
-      drivetrain rehearse --world 64 --backend fsdp --device-memory 80GB train.py --batch-size 4
+      drivetrain rehearse --world 64 --device-memory 80GB train.py --batch-size 4
       drivetrain rehearse --world 8 --assume 1.0 --json train.py
     """
     if not flags["command"]:

@@ -70,7 +70,7 @@ def verify(ctx: click.Context, /, command: tuple[str, ...], as_json: bool, keep:
 
     Examples:
       drivetrain verify train.py
-      drivetrain verify --backend fsdp -n 2 --steps 20 train.py --lr 0.1
+      drivetrain verify -n 4 --steps 20 train.py --lr 0.1
     """
     if not command:
         raise click.UsageError("Give a script: drivetrain verify train.py", ctx)
