@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,9 @@ def profile_of_counts(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
     """Element counts of one sample's tensors, and what they make of a step."""
-
-    def __init__(self, **sizes: int) -> None:
-        self.__dict__.update(sizes)
 
     layers: int
     token: int
@@ -150,76 +149,86 @@ class _Sizes:
 
     def stretches(self, *, again: bool) -> tuple[Stretch, ...]:
         """Forward through all blocks and the head, and back; with ``again``, blocks keep their inputs alone."""
-        width = self.compute / 2
-        # Korthikanti et al. count 34 bytes per token and hidden unit with 16-bit values: 18 apart from the MLP's own 4-fold wide ones.
-        inside = (18 * self.token + 4 * self.mlp + 5 * self.scores) * width
-        kept = self.token * self.compute if again else inside
-        block = 2.0 * self.rows * self.sequence + self.attention
-        head = 2.0 * self.outside * self.sequence
-        logits = self.logits * (self.compute + 4.0)
-        embedded = float(self.token * self.compute)
-        copied = self.copies * self.rows
-        done = [
-            Stretch(
-                phase="forward",
-                unit=0,
-                peaks=(Moment(per_sample=embedded),),
-                end=Moment(per_sample=embedded),
-                operations=3,
-            )
-        ]
-        for i in range(self.layers):
-            copies = copied * (0 if again else i + 1)
-            done.append(
-                Stretch(
-                    phase="forward",
-                    unit=i + 1,
-                    peaks=(Moment(per_sample=embedded + kept * i + inside, copies=copies or copied),),
-                    end=Moment(per_sample=embedded + kept * (i + 1), copies=copies),
-                    flops=block,
-                    moved=2 * inside,
-                    operations=_OPERATIONS,
-                )
-            )
-        all_copies = copied * (0 if again else self.layers) + self.copies * self.outside
-        full = embedded + kept * self.layers
-        at_head = Moment(per_sample=full + logits, copies=all_copies)
-        done.append(
-            Stretch(phase="forward", unit=0, peaks=(at_head,), end=at_head, flops=head, moved=2 * logits, operations=8)
+        return (
+            self._embedding(),
+            *(self._forward(i, again) for i in range(self.layers)),
+            *self._head(again),
+            *(self._backward(i, again) for i in reversed(range(self.layers))),
         )
-        head_grad = self.outside * self.grad
-        done.append(
+
+    @property
+    def _embedded(self) -> float:
+        return float(self.token * self.compute)
+
+    @property
+    def _inside(self) -> float:
+        """Bytes that a block makes. Korthikanti et al. count 34 per token and hidden unit with 16-bit values: 18 apart from the MLP's own 4-fold wide ones."""
+        return (18 * self.token + 4 * self.mlp + 5 * self.scores) * (self.compute / 2)
+
+    def _kept(self, again: bool) -> float:
+        return self._embedded if again else self._inside
+
+    @property
+    def _block_flops(self) -> float:
+        return 2.0 * self.rows * self.sequence + self.attention
+
+    def _embedding(self) -> Stretch:
+        moment = Moment(per_sample=self._embedded)
+        return Stretch(phase="forward", unit=0, peaks=(moment,), end=moment, operations=3)
+
+    def _forward(self, block: int, again: bool) -> Stretch:
+        copied = self.copies * self.rows
+        copies = copied * (0 if again else block + 1)
+        before = self._embedded + self._kept(again) * block
+        return Stretch(
+            phase="forward",
+            unit=block + 1,
+            peaks=(Moment(per_sample=before + self._inside, copies=copies or copied),),
+            end=Moment(per_sample=before + self._kept(again), copies=copies),
+            flops=self._block_flops,
+            moved=2 * self._inside,
+            operations=_OPERATIONS,
+        )
+
+    def _head(self, again: bool) -> tuple[Stretch, Stretch]:
+        """Forward and backward of what follows the blocks."""
+        copies = self.copies * self.rows * (0 if again else self.layers) + self.copies * self.outside
+        flops = 2.0 * self.outside * self.sequence
+        logits = self.logits * (self.compute + 4.0)
+        full = self._embedded + self._kept(again) * self.layers
+        gradients = self.outside * self.grad
+        there = Moment(per_sample=full + logits, copies=copies)
+        fullest = Moment(per_sample=full + logits + self.logits * 4.0, copies=copies, gradients=gradients)
+        after = Moment(per_sample=full + self._embedded, copies=copies, gradients=gradients)
+        return (
+            Stretch(phase="forward", unit=0, peaks=(there,), end=there, flops=flops, moved=2 * logits, operations=8),
             Stretch(
                 phase="backward",
                 unit=0,
-                peaks=(Moment(per_sample=full + logits + self.logits * 4.0, copies=all_copies, gradients=head_grad),),
-                end=Moment(per_sample=full + embedded, copies=all_copies, gradients=head_grad),
-                flops=2 * head,
+                peaks=(fullest,),
+                end=after,
+                flops=2 * flops,
                 moved=3 * logits,
                 operations=12,
-            )
+            ),
         )
-        for i in reversed(range(self.layers)):
-            before = embedded + kept * i
-            gradients = head_grad + (self.layers - i) * self.rows * self.grad
-            done.append(
-                Stretch(
-                    phase="backward",
-                    unit=i + 1,
-                    peaks=(
-                        Moment(
-                            per_sample=before + inside + 2 * embedded + 2 * self.mlp * self.compute,
-                            copies=copied * (1 if again else i + 1),
-                            gradients=gradients,
-                        ),
-                    ),
-                    end=Moment(per_sample=before + embedded, copies=0 if again else copied * i, gradients=gradients),
-                    flops=2 * block + (block if again else 0),
-                    moved=(3 + 2 * again) * inside,
-                    operations=_OPERATIONS * (3 if again else 2),
-                )
-            )
-        return tuple(done)
+
+    def _backward(self, block: int, again: bool) -> Stretch:
+        copied = self.copies * self.rows
+        before = self._embedded + self._kept(again) * block
+        gradients = self.outside * self.grad + (self.layers - block) * self.rows * self.grad
+        inside = self._inside + 2 * self._embedded + 2 * self.mlp * self.compute
+        return Stretch(
+            phase="backward",
+            unit=block + 1,
+            peaks=(
+                Moment(per_sample=before + inside, copies=copied * (1 if again else block + 1), gradients=gradients),
+            ),
+            end=Moment(per_sample=before + self._embedded, copies=0 if again else copied * block, gradients=gradients),
+            flops=self._block_flops * (3 if again else 2),
+            moved=(3 + 2 * again) * self._inside,
+            operations=_OPERATIONS * (3 if again else 2),
+        )
 
 
 def profile_of_config(path: str | Path, **settings: Any) -> ModelProfile:
