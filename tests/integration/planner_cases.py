@@ -12,6 +12,7 @@ from drivetrain import (
     ActivationCheckpointing,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
+    ParallelismConfig,
 )
 from drivetrain.config import GradientAccumulationPlugin
 
@@ -161,13 +162,18 @@ class Config:
     optimizer: str = "adamw"
 
     @property
+    def ranks(self):
+        """Processes that train it: two replicas of two shards where there are both."""
+        return 4 if self.strategy == "HYBRID_SHARD" else 2
+
+    @property
     def label(self):
         return "-".join(str(v) for v in asdict(self).values())
 
 
 AXES = {
     "family": tuple(MODELS),
-    "strategy": ("ddp", "ddp-view", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "offload"),
+    "strategy": ("ddp", "ddp-view", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "offload"),
     "recompute": ("none", "all"),
     "micro_batch": (4, 16, 64),
     "accumulation": (1, 2),
@@ -190,8 +196,12 @@ def draw(seed, number):
             choice["micro_batch"] = min(choice["micro_batch"], 16)  # slots grow with the square of the tokens
         if choice["accumulation"] == 1 or choice["strategy"].startswith("ddp"):
             choice["sync_each_batch"] = False
-        if choice["family"] == "conv" and not choice["strategy"].startswith("ddp"):
-            choice["precision"] = "no"  # batch norms keep float32 statistics, and a unit of fsdp has one dtype
+        if (
+            choice["family"] == "conv"
+            and choice["precision"] == "pure-bf16"
+            and not choice["strategy"].startswith("ddp")
+        ):
+            choice["precision"] = "bf16"  # the planner of fsdp offers nothing for units that train two dtypes
         config = Config(**choice)
         if config not in found:
             found.append(config)
@@ -221,6 +231,9 @@ def accelerator_for(config):
     chosen = {"backend": "ddp"}
     if config.strategy == "ddp-view":
         handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
+    elif config.strategy == "HYBRID_SHARD":
+        handlers.append(ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
+        chosen = {"backend": "fsdp"}
     elif config.strategy != "ddp":
         offload = config.strategy == "offload"
         strategy = "FULL_SHARD" if offload else config.strategy
@@ -295,13 +308,13 @@ def predicted(config):
 
 
 def plan_of(config, profile):
-    """The plan for a configuration on two CPU ranks."""
+    """The plan for a configuration on CPU ranks."""
     from drivetrain.interfaces import TrainingRequest
     from drivetrain.memory import Hardware, make_plans
 
-    hardware = Hardware(name="cpu", memory=10**12, device="cpu", devices=2, devices_per_machine=2)
+    hardware = Hardware(name="cpu", memory=10**12, device="cpu", devices=config.ranks, devices_per_machine=2)
     request = TrainingRequest(
-        batch_size=2 * config.micro_batch * config.accumulation,
+        batch_size=config.ranks * config.micro_batch * config.accumulation,
         micro_batches=(config.micro_batch,),
         recompute=(config.recompute,),
         headroom=0,

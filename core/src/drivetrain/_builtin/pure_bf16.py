@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from drivetrain.errors import UnsupportedError
 from drivetrain.interfaces import AutocastPrecision
+from drivetrain.interfaces.norms import keeps_statistics, narrow_inputs, stop_narrowing
 from drivetrain.specs import PrecisionSpec
 
 __all__ = ["PureBFloat16", "round_by_chance"]
@@ -48,7 +48,7 @@ class PureBFloat16(AutocastPrecision):
 
     def convert_module(self, model: torch.nn.Module) -> torch.nn.Module:
         """Cast float32 parameters in place, but for those of modules that are kept."""
-        tops = [*self.kept(model).values(), *(m for m in model.modules() if isinstance(m, _BatchNorm))]
+        tops = [*self.kept(model).values(), *(m for m in model.modules() if keeps_statistics(m))]
         kept = {id(p) for top in tops for p in top.parameters()}
         for parameter in model.parameters():
             if parameter.dtype is torch.float32 and id(parameter) not in kept:
@@ -56,6 +56,19 @@ class PureBFloat16(AutocastPrecision):
                 parameter.data = parameter.data.to(torch.bfloat16)
                 parameter.grad = None if gradient is None else gradient.to(torch.bfloat16)
         return model
+
+    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Autocast, and norms that take what is still float32."""
+        wrapped = model.__dict__.get("forward")
+        model = super().wrap_forward(model)
+        if model.__dict__.get("forward") is not wrapped:
+            narrow_inputs(model, self.device_type)
+        return model
+
+    def unwrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+        """As it was."""
+        stop_narrowing(model)
+        return super().unwrap_forward(model)
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Torch casts loaded state to the parameters' dtype; float32 state must stay so."""

@@ -89,6 +89,8 @@ class AutocastForward:
 def matching_modules(model: torch.nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, torch.nn.Module, str]]:
     """Modules that a pattern matches, outermost ones alone, with the pattern: by qualified name, last part of the name, or class name.
 
+    A ``ModuleList`` or ``ModuleDict`` that matches stands for the modules in it.
+
     Args:
         model: The model.
         patterns: As of `fnmatch`, upper and lower case being different.
@@ -99,15 +101,31 @@ def matching_modules(model: torch.nn.Module, patterns: Sequence[str]) -> Iterato
         >>> [name for name, _, _ in matching_modules(model, ["*Norm"])]
         ['1']
     """
-    inside: str | None = None
-    for name, module in model.named_modules():
-        if inside is not None and (name + ".").startswith(inside):
-            continue
-        names = (name, name.rpartition(".")[2], type(module).__name__)
-        found = next((p for p in patterns if any(n and fnmatch.fnmatchcase(n, p) for n in names)), None)
-        if found is not None and name:
-            inside = name + "."
-            yield name, module, found
+    seen: set[int] = set()
+
+    def visit(
+        parent: torch.nn.Module, prefix: str, inherited: str | None
+    ) -> Iterator[tuple[str, torch.nn.Module, str]]:
+        for last, module in parent.named_children():
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            name = prefix + last
+            found = inherited or _matching_pattern(patterns, (name, last, type(module).__name__))
+            if found is not None and not isinstance(module, _CONTAINERS):
+                yield name, module, found
+            else:
+                yield from visit(module, name + ".", found)
+
+    yield from visit(model, "", None)
+
+
+#: They are never called: what is said of one is meant for the modules inside.
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+def _matching_pattern(patterns: Sequence[str], names: Sequence[str]) -> str | None:
+    return next((p for p in patterns if any(fnmatch.fnmatchcase(n, p) for n in names)), None)
 
 
 class AutocastPrecision(Precision):

@@ -54,6 +54,10 @@ class Precision:
         """Undo `wrap_forward`; the model is then picklable and plain."""
         return model
 
+    def kept(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        """Modules that compute in float32 whatever the rest does, by name: a backend must not round their weights."""
+        return {}
+
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was prepared: a precision that steps in another dtype can watch its state being loaded."""
 

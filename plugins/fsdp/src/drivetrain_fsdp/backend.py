@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain.errors import UnsupportedError
 from drivetrain.interfaces import Backend, Prepared, PrepareRequest
+from drivetrain.interfaces.norms import narrow_inputs
 from drivetrain.memory.activations import ActivationCheckpointing, checkpoint_activations
 from drivetrain.parallel.process_group import ProcessGroupHandle, init_process_group
 from drivetrain.specs import Capability
@@ -30,6 +31,7 @@ from drivetrain_fsdp.context_parallel import divide_sequences
 from drivetrain_fsdp.materialize import Start, fill, find_start, replace_parameter
 from drivetrain_fsdp.mesh import Mesh, build_mesh, mesh_sizes
 from drivetrain_fsdp.options import FullyShardedDataParallelPlugin
+from drivetrain_fsdp.precise import Precise
 from drivetrain_fsdp.shards import cut_like, local, total_norm
 from drivetrain_fsdp.strategy import choose_strategy
 from drivetrain_fsdp.tensor_parallel import divide_layers
@@ -167,10 +169,14 @@ class FSDPBackend(Backend):
         ignored = ignored_parameters(model, self.options)
         for parameter in ignored:
             parameter.data = parameter.data.to(self.device)
-        units = choose_units(model, self.options, ignored)
         settings = self._settings(ignored)
+        policy = settings["mp_policy"]
+        precise = Precise(model, policy, self.precision, ignored)
+        units = precise.with_units(choose_units(model, self.options, ignored))
         for unit in [*units, model]:
-            self._shard(unit, ignored, settings, start)
+            self._shard(unit, ignored, {**settings, "mp_policy": precise.policy_of(unit)}, start)
+        if policy.param_dtype is not None:
+            narrow_inputs(model, self.device.type)
         if start is Start.EMPTY:
             shards_on = torch.device("cpu") if self.options.cpu_offload else self.device
             fill(model, self.device, shards_on, self.options.param_init_fn)

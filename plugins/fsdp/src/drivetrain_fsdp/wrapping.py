@@ -13,7 +13,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.memory.blocks import repeated_blocks
 from drivetrain_fsdp.options import FullyShardedDataParallelPlugin
 
-__all__ = ["choose_units"]
+__all__ = ["can_be_unit", "choose_units", "shares_outside"]
 
 
 def choose_units(
@@ -40,8 +40,8 @@ def choose_units(
         5
     """
     chosen = {id(m) for m in _candidates(model, options, ignored or set())}
-    found = [m for m in inner_first(model) if id(m) in chosen and m is not model and _can_be_unit(m, ignored or set())]
-    return [m for m in found if not _shares_outside(model, m)]
+    found = [m for m in inner_first(model) if id(m) in chosen and m is not model and can_be_unit(m, ignored or set())]
+    return [m for m in found if not shares_outside(model, m)]
 
 
 def _candidates(
@@ -91,7 +91,7 @@ def _by_size(model: torch.nn.Module, least: int, ignored: set[torch.nn.Parameter
     units = []
     for module in inner_first(model):
         rest = {p for p in module.parameters() if p not in taken}
-        if sum(p.numel() for p in rest) >= least and _can_be_unit(module, ignored):
+        if sum(p.numel() for p in rest) >= least and can_be_unit(module, ignored):
             units.append(module)
             taken |= rest
     return units
@@ -114,14 +114,27 @@ def _by_function(model: torch.nn.Module, policy: Callable[..., Any]) -> list[tor
         raise ConfigurationError(f"auto_wrap_policy: the function can't be called with a module: {error}") from error
 
 
-def _can_be_unit(module: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> bool:
-    """It is called (containers aren't), and has something to shard."""
+def can_be_unit(module: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> bool:
+    """Whether a module is called (containers aren't), and has something to shard.
+
+    Example:
+        >>> can_be_unit(torch.nn.Linear(2, 2), set()), can_be_unit(torch.nn.ReLU(), set())
+        (True, False)
+    """
     if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict | torch.nn.ParameterList | torch.nn.ParameterDict):
         return False
     return any(p not in ignored for p in module.parameters())
 
 
-def _shares_outside(model: torch.nn.Module, unit: torch.nn.Module) -> bool:
+def shares_outside(model: torch.nn.Module, unit: torch.nn.Module) -> bool:
+    """Whether a parameter of a unit belongs to a module outside of it as well.
+
+    Example:
+        >>> first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        >>> second.weight = first.weight
+        >>> shares_outside(torch.nn.Sequential(first, second), first)
+        True
+    """
     inside = {id(m) for m in unit.modules()}
     own = {id(p) for p in unit.parameters()}
     return any(
