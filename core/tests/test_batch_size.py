@@ -112,6 +112,28 @@ def test_prepared_objects_are_forgotten_between_tries():
     assert len(alive) == 3
 
 
+def test_alone_a_late_failure_is_the_next_try():
+    accelerator = Accelerator(cpu=True)
+    sizes = []
+
+    def train(batch_size):
+        sizes.append(batch_size)
+        model = accelerator.prepare(torch.nn.Linear(1, 1))
+        for window in range(6):
+            accelerator.backward(model(torch.ones(batch_size, 1)).sum())
+            if window == 5 and batch_size > 2:
+                raise torch.OutOfMemoryError("out of memory")
+        return batch_size
+
+    assert find_executable_batch_size(train, 8, accelerator=accelerator)() == 2
+    assert sizes == [8, 4, 2]
+
+
+def test_no_window_is_refused():
+    with pytest.raises(ConfigurationError, match="at least one window, or None for all"):
+        find_executable_batch_size(fits(1), 8, agree_windows=0)
+
+
 # -- on ranks --------------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +160,7 @@ def make():
     return model, rows
 
 
-def search(where, bad_rank, limit, weighted=False, late=False):
+def search(where, bad_rank, limit, weighted=False, late=False, agree_windows=2):
     """On a rank: train over 64 rows; only ``bad_rank`` runs out, where ``where`` says."""
     accelerator = Accelerator(cpu=True)
     tries = []
@@ -166,7 +188,7 @@ def search(where, bad_rank, limit, weighted=False, late=False):
                 windows += accelerator.sync_gradients
         return [p.detach() for p in accelerator.unwrap_model(model).parameters()]
 
-    weights = find_executable_batch_size(train, 8, accelerator=accelerator)()
+    weights = find_executable_batch_size(train, 8, accelerator=accelerator, agree_windows=agree_windows)()
     assert accelerator.gradient_state.probe is None
     accelerator.end_training()
     return tries, weights
@@ -181,6 +203,16 @@ def test_one_ranks_failure_shrinks_all_and_the_numbers_stay(workers, where, weig
         assert tries == [(8, 1), (4, 2), (2, 4)]
         for ours, theirs, first in zip(weights, undisturbed[0][1], results[0][1], strict=True):
             assert torch.equal(ours, first)
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_one_ranks_failure_late_in_a_try_shrinks_all_where_they_agree_throughout(workers, where):
+    results = workers(2).run(search, where, 1, 4, late=True, agree_windows=None)
+    undisturbed = workers(2).run(search, "nowhere", 1, 4)
+    for tries, weights in results:
+        assert tries == [(8, 1), (4, 2)]
+        for ours, theirs in zip(weights, undisturbed[0][1], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 

@@ -2,12 +2,14 @@
 
 A process that ran out can't take part in the others' collectives any more, and they would wait for it forever. So in the first windows of a try
 gradients are kept local in `backward`, the processes tell each other before and after it how they are, and only then average gradients. They do
-that in a group of their own, so that no message is taken for one of a model's.
+that in a group of their own, so that no message is taken for one of a model's. Where a forward has collectives (sharded parameters), processes agree at the
+end of a try alone, and one that ran out by itself finds that the others don't come.
 """
 
 from __future__ import annotations
 
 import weakref
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,20 +24,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Probe"]
 
-#: Windows of a try in which processes agree: optimizers make their state in the first, and the second needs memory beside it.
-WINDOWS = 2
+#: How long a process that ran out waits for the others to end their try, too.
+PATIENCE = timedelta(seconds=20)
 
 
 class Probe:
     """One search: what this process says to the others, and hears from them.
 
+    Args:
+        windows: Windows of a try in which processes agree; None for all.
+
     Example:
-        >>> probe = Probe()  # on one process there is nobody to ask
+        >>> probe = Probe(2)  # on one process there is nobody to ask
         >>> probe.try_ended(failed=True), probe.try_ended(failed=False)
         (False, True)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, windows: int | None) -> None:
+        self._agreed = windows
         self._group: Any = None
         self._watched: weakref.WeakSet[Accumulator] = weakref.WeakSet()
         self._models: list[torch.nn.Module] = []
@@ -76,7 +82,7 @@ class Probe:
         if accumulator.sync_gradients:
             self._average(accumulator)
             self._windows += 1
-            if self._windows >= WINDOWS:
+            if self._agreed is not None and self._windows >= self._agreed:
                 self._release()
                 self._over = True
 
@@ -92,10 +98,11 @@ class Probe:
             return not failed
         if failed and self._over:
             raise DrivetrainError(
-                f"Memory ran out after the first {WINDOWS} windows had fit on all processes: those that train on can't be asked to use a smaller batch. "
-                "Start with a smaller starting_batch_size, or let the first batches be the largest."
+                f"Memory ran out after the first {self._agreed} windows had fit on all processes: those that train on can't be asked to use a smaller "
+                "batch. Start with a smaller starting_batch_size, let the first batches be the largest, or let processes agree in all windows "
+                "(agree_windows=None)."
             )
-        worst = self._heard or self._tell(failed)
+        worst = self._heard or self._tell(failed, waits=not failed)
         self._release()
         self._windows, self._over, self._heard = 0, False, False
         return not worst
@@ -113,10 +120,20 @@ class Probe:
     def _is_shared(self) -> bool:
         return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
-    def _tell(self, failed: bool) -> bool:
+    def _tell(self, failed: bool, *, waits: bool = True) -> bool:
         self._make_group()
         flag = torch.tensor(int(failed))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        told = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        try:
+            told.wait() if waits else told.wait(PATIENCE)
+        except RuntimeError as error:
+            if waits:
+                raise
+            raise DrivetrainError(
+                f"Memory ran out on rank {dist.get_rank()}, and the others didn't end their try within {PATIENCE.seconds} seconds: they wait for this process "
+                "in a collective, and can't be asked to use a smaller batch. Processes of this backend agree at the end of a try alone. Start with a "
+                "smaller starting_batch_size, or make batches equally large on all processes."
+            ) from error
         return bool(flag.item())
 
     def agree(self) -> None:

@@ -46,12 +46,14 @@ def find_executable_batch_size(
     *,
     minimum_batch_size: int = 1,
     accelerator: Any = None,
+    agree_windows: int | None = 2,
 ) -> Callable[..., Any]:
     """Decorator: call a function with ever smaller batch sizes until it fits in memory.
 
     Running out of memory on one process shrinks the batch on all. For that, processes agree before and after each backward of a prepared
-    model, in the first two windows of a try; running out later is an error. Each try is reported on the main process, and memory is given
-    back between tries.
+    model, in the first windows of a try; where one of several processes runs out later, that is an error. Backends that shard parameters agree at a try's
+    end: there, one process that runs out alone is an error after 20 seconds. A process without others tries the next size whenever memory runs out.
+    Each try is reported on the main process, and memory is given back between tries.
 
     Args:
         function: Takes the batch size as its first argument, given by the decorator.
@@ -60,9 +62,12 @@ def find_executable_batch_size(
         minimum_batch_size: The smallest one to try.
         accelerator: Keep its global batch: ``gradient_accumulation_steps`` grows as the batch shrinks. Its prepared objects are forgotten between tries,
             so the function prepares them.
+        agree_windows: In how many windows of a try several processes agree: optimizers make their state in the first, and the second needs memory beside
+            it. None for all of them, at the price of two small collectives per micro-batch: for data that has its longest rows late.
 
     Raises:
-        DrivetrainError: When even the smallest one doesn't fit, or memory runs out after the first two windows.
+        ConfigurationError: For ``agree_windows`` below 1.
+        DrivetrainError: When even the smallest one doesn't fit, or memory runs out on one of several processes where the others can't be told.
 
     Example:
         >>> @find_executable_batch_size(starting_batch_size=64)
@@ -84,13 +89,16 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
             minimum_batch_size=minimum_batch_size,
             accelerator=accelerator,
+            agree_windows=agree_windows,
         )
+    if agree_windows is not None and agree_windows < 1:
+        raise ConfigurationError(f"agree_windows={agree_windows}: at least one window, or None for all.")
 
     @functools.wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
         sizes = _Sizes(starting_batch_size, reduce_batch_size_fn, minimum_batch_size, accelerator)
         clear_device_cache(garbage_collection=True)
-        with _probing() as probe:
+        with _probing(agree_windows) as probe:
             for batch_size in sizes:
                 try:
                     result = function(batch_size, *args, **kwargs)
@@ -165,10 +173,10 @@ def running_probe() -> Probe | None:
 
 
 @contextmanager
-def _probing() -> Iterator[Probe]:
+def _probing(windows: int | None) -> Iterator[Probe]:
     from drivetrain._engine.probing import Probe
 
-    probe = Probe()
+    probe = Probe(windows)
     token = _running.set(probe)
     try:
         yield probe
