@@ -129,6 +129,7 @@ class Probe:
         except RuntimeError as error:
             if waits:
                 raise
+            self._group = None  # ending it would wait for the others, too
             raise DrivetrainError(
                 f"Memory ran out on rank {dist.get_rank()}, and the others didn't end their try within {PATIENCE.seconds} seconds: they wait for this process "
                 "in a collective, and can't be asked to use a smaller batch. Processes of this backend agree at the end of a try alone. Start with a "

@@ -66,8 +66,18 @@ def join() -> None:
 def leave() -> None:
     """Forget the process group, which is about to be destroyed, and that an engine computed under autocast."""
     torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
+    for group in _groups_of_deepspeed():
+        torch.distributed.destroy_process_group(group)
     groups._release_process_group_references()
     comm.comm.cdb = None
+
+
+def _groups_of_deepspeed() -> list[torch.distributed.ProcessGroup]:
+    """Those that DeepSpeed made for itself: each has threads and connections, which a process group that lives on would keep."""
+    held = [groups._WORLD_GROUP, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, *groups._ALL_TO_ALL_GROUP.values()]
+    held += [*groups._EXPERT_PARALLEL_GROUP.values(), *groups._EXPERT_DATA_PARALLEL_GROUP.values()]
+    others = (None, torch.distributed.group.WORLD, torch.distributed.GroupMember.NON_GROUP_MEMBER)
+    return list({id(g): g for g in held if g not in others}.values())
 
 
 class LocalRank:
