@@ -54,7 +54,9 @@ class Hardware:
         device: Name of the device's kind in torch ("cuda", "cpu", "xla").
         efficiency: Share of ``flops`` that a training reaches.
         latency: Seconds that a collective takes whatever it sends.
-        launch: Seconds that an operation takes whatever it computes.
+        launch: Seconds that an operation takes whatever it computes, Python's part included.
+        gather_factor, scatter_factor: How much longer a byte takes in a gather, or in a reduction of which each device gets its part, than in an all-reduce.
+            Rings make them alike; gloo's are not.
         source: Where the figures come from.
 
     Example:
@@ -76,6 +78,8 @@ class Hardware:
     efficiency: float = 0.5
     latency: float = 3e-5
     launch: float = 8e-6
+    gather_factor: float = 1.0
+    scatter_factor: float = 1.0
     source: str = ""
 
     @property

@@ -36,6 +36,8 @@ class Layout:
         gradients_in_buckets: Gradients live in those buffers, not beside them.
         buffer_bytes: Bytes of other buffers, which exist all the time.
         sync_each_batch: Gradients are reduced at each micro-batch. Otherwise whole gradients stay on each device until the last.
+        unit_operations: Operations that the backend runs by itself whenever a unit is gathered, or its gradients are reduced.
+        parameter_operations: The same for each parameter.
 
     Example:
         >>> Layout(strategy="ZeRO 1", shards=8, divides=frozenset({"optimizer"})).devices
@@ -59,6 +61,8 @@ class Layout:
     gradients_in_buckets: bool = False
     buffer_bytes: int = 0
     sync_each_batch: bool = False
+    unit_operations: int = 0
+    parameter_operations: int = 0
 
     @property
     def devices(self) -> int:
@@ -135,6 +139,7 @@ class _Memory:
         units: list[list[ParameterProfile]] = [[] for _ in profile.units]
         for parameter in profile.parameters:
             units[parameter.unit].append(parameter)
+        self.counts = [len(unit) for unit in units]
         self.trained = trained = [[p for p in unit if p.trainable] for unit in units]
         shards = layout.shards
         self.gathered = [_sum(unit, shards, layout.gather_itemsize) * shards for unit in units]
@@ -316,6 +321,7 @@ class _Memory:
                 traffic.gather(sum(p.nbytes for p in self.profile.parameters if p.trainable), 1, times=1)
         share = sum(self.reduced) / layout.shards if layout.divides & {"gradients"} else sum(self.reduced)
         traffic.reduce(share, max(1, len([r for r in self.reduced if r])), times=backwards)
+        self._handle(traffic, accumulation, backwards)
         traffic.stepped = (sum(self.whole) * 2 + self.profile.optimizer.state) * self.share
         if "parameters" in layout.offload:
             passes = (2 if not layout.keeps_gathered else 1) * accumulation
@@ -324,6 +330,25 @@ class _Memory:
             traffic.host += sum(self.cut) * backwards
         traffic.steps_on_host = "optimizer" in layout.offload
         return traffic
+
+    def _handle(self, traffic: Traffic, accumulation: int, backwards: int) -> None:
+        """What the backend does by itself: operations around units and parameters, copies into flat buffers and out of them."""
+        layout, shards = self.layout, self.layout.shards
+        units = [i for i, count in enumerate(self.counts) if count]
+        if self.gathers:
+            again = 1 if layout.keeps_gathered else 2  # what belongs to no unit stays gathered
+            times = {i: accumulation * (again if i else 1) for i in units}
+            traffic.operations += sum(t * self._operations(self.counts[i]) for i, t in times.items())
+            traffic.copied += sum(2 * t * self.gathered[i] * (1 + 1 / shards) for i, t in times.items())
+        trained = [(len(self.trained[i]), self.reduced[i]) for i in units if self.trained[i]]
+        traffic.operations += backwards * sum(self._operations(count) for count, _ in trained)
+        if layout.divides & {"gradients", "optimizer"}:
+            traffic.copied += backwards * sum(2 * size * (1 + 1 / shards) for _, size in trained)
+        elif layout.bucket_copies and not layout.gradients_in_buckets:
+            traffic.copied += backwards * sum(4 * size for _, size in trained)  # into the bucket and back
+
+    def _operations(self, parameters: int) -> int:
+        return self.layout.unit_operations + parameters * self.layout.parameter_operations
 
 
 def _sum(parameters: list[ParameterProfile], shards: int, itemsize: int | None) -> int:

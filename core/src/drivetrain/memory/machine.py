@@ -56,24 +56,23 @@ def measure_machine(
     for dtype in (torch.bfloat16, torch.float16) if device.type != "cpu" else (torch.bfloat16,):
         flops[str(dtype).removeprefix("torch.")] = _products(device, dtype)
     bandwidth = _copies(device)
-    link, latency = _link(device, group) if dist.is_initialized() else (bandwidth / 4, 1e-4)
+    link = _link(device, group) if dist.is_initialized() else {"link_bandwidth": bandwidth / 4, "latency": 1e-4}
     memory = _host_memory() // near if device.type == "cpu" else _device_memory(device)
     return Hardware(
         name=f"this machine's {device.type}",
         memory=memory,
         flops=flops,
         memory_bandwidth=bandwidth,
-        link_bandwidth=link,
-        network_bandwidth=link,
+        network_bandwidth=link["link_bandwidth"],
         host_bandwidth=bandwidth if device.type == "cpu" else 2.5e10,
         host_memory=_host_memory() // near,
         devices=devices,
         devices_per_machine=near,
         device=device.type,
         efficiency=0.8,  # of what large products reach here, not of a data sheet's figure
-        latency=latency,
-        launch=3e-6 if device.type == "cpu" else 8e-6,
+        launch=_launch(device),
         source="measured",
+        **link,
     )
 
 
@@ -107,18 +106,44 @@ def _copies(device: torch.device) -> float:
     return float(2 * source.nbytes / _best(lambda: target.copy_(source), device))
 
 
-def _link(device: torch.device, group: Any) -> tuple[float, float]:
-    """Bytes per second that one rank sends in an all-reduce, and seconds of an empty one."""
+def _launch(device: torch.device) -> float:
+    """Seconds per operation of a chain of small ones, forward and backward."""
+    number = 20
+    weight = torch.ones(1, device=device, requires_grad=True)
+
+    def chain() -> None:
+        x = weight
+        for _ in range(number):
+            x = x * weight
+        x.backward()
+
+    return _best(chain, device) / (3 * number)  # a product, and in backward two
+
+
+def _link(device: torch.device, group: Any) -> dict[str, float]:
+    """Bytes per second that one rank sends in an all-reduce, seconds of an empty one, and how the other collectives compare."""
     size = dist.get_world_size(group)
     if size < 2:
-        return 1e10, 0.0
-    small, large = torch.zeros(1, device=device), torch.zeros(2**20, device=device)
-    latency = _best(lambda: dist.all_reduce(small, group=group), device)
-    seconds = _best(lambda: dist.all_reduce(large, group=group), device)
-    figures = torch.tensor([seconds, latency], dtype=torch.float64, device=device)
+        return {"link_bandwidth": 1e10, "latency": 0.0}
+    small, large = torch.zeros(1, device=device), torch.zeros(2**20 // size * size, device=device)
+    part = torch.zeros(large.numel() // size, device=device)
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(small, group=group),
+        lambda: dist.all_reduce(large, group=group),
+        lambda: dist.all_gather_into_tensor(large, part, group=group),
+        lambda: dist.reduce_scatter_tensor(part, large, group=group),
+    ]
+    figures = torch.tensor([_best(call, device) for call in calls], dtype=torch.float64, device=device)
     dist.all_reduce(figures, group=group)  # all ranks go on with the same figures
-    seconds, latency = (float(f) / size for f in figures)
-    return 2 * large.nbytes * (size - 1) / size / max(seconds - latency, 1e-6), latency
+    latency, *times = (float(f) / size for f in figures)
+    reduce, gather, scatter = (max(t - latency, 1e-6) for t in times)
+    sent = large.nbytes * (size - 1) / size  # by a gather; an all-reduce sends it twice
+    return {
+        "link_bandwidth": 2 * sent / reduce,
+        "latency": latency,
+        "gather_factor": 2 * gather / reduce,
+        "scatter_factor": 2 * scatter / reduce,
+    }
 
 
 def _device_memory(device: torch.device) -> int:

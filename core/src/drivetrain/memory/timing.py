@@ -23,9 +23,12 @@ class Traffic:
     Args:
         shards: Devices over which state is divided: neighbours.
         replicas: How often it exists.
-        among_shards: Bytes sent to the other shards.
+        gathered: Bytes sent to the other shards so that state becomes whole.
+        scattered: Bytes sent to the other shards so that they get their part of sums.
         among_replicas: Bytes sent to the other replicas.
         collectives: Number of collectives.
+        operations: Operations that the backend runs by itself, around those of the model and its optimizer.
+        copied: Bytes that it reads and writes in the device's memory: into flat buffers and out of them.
         host: Bytes that move between the device and the CPU's memory.
         stepped: Bytes of parameters, gradients and state that the optimizer goes through.
         steps_on_host: The optimizer steps in the CPU's memory.
@@ -39,9 +42,12 @@ class Traffic:
 
     shards: int = 1
     replicas: int = 1
-    among_shards: float = 0.0
+    gathered: float = 0.0
+    scattered: float = 0.0
     among_replicas: float = 0.0
     collectives: int = 0
+    operations: float = 0.0
+    copied: float = 0.0
     host: float = 0.0
     stepped: float = 0.0
     steps_on_host: bool = False
@@ -49,15 +55,19 @@ class Traffic:
     @property
     def sent(self) -> float:
         """Bytes that one device sends."""
-        return self.among_shards + self.among_replicas
+        return self.gathered + self.scattered + self.among_replicas
 
     def gather(self, size: float, number: int, *, times: int) -> None:
         """Shards become whole: ``size`` bytes in so many collectives."""
         if self.shards > 1:
-            self.among_shards += size * (self.shards - 1) / self.shards * times
+            self.gathered += size * (self.shards - 1) / self.shards * times
             self.collectives += number * times
 
-    scatter = gather
+    def scatter(self, size: float, number: int, *, times: int) -> None:
+        """Each device gets its part of a sum of ``size`` bytes, in so many collectives."""
+        if self.shards > 1:
+            self.scattered += size * (self.shards - 1) / self.shards * times
+            self.collectives += number * times
 
     def reduce(self, size: float, number: int, *, times: int) -> None:
         """Replicas agree on ``size`` bytes."""
@@ -78,7 +88,7 @@ def seconds(
     """Predicted time of one optimizer step.
 
     Matrix products take their operations over the device's arithmetic; everything else its bytes over the memory's bandwidth, or the time that starting an
-    operation takes, whichever is longer. Communication hides behind computing where devices can do both at once.
+    operation takes, whichever is longer; the backend's own operations and copies come on top. Communication hides behind computing where devices can do both at once.
 
     Args:
         timeline: Forward and backward of a micro-batch.
@@ -98,10 +108,13 @@ def seconds(
     """
     products = timeline.flops * micro_batch / hardware.flops_of(profile.compute_itemsize)
     others = timeline.moved * micro_batch / hardware.memory_bandwidth
-    started = timeline.operations * hardware.launch
-    computing = accumulation * (max(products + others, started) if hardware.overlaps else products + others + started)
+    started = accumulation * timeline.operations * hardware.launch + traffic.operations * hardware.launch
+    working = accumulation * (products + others) + traffic.copied / hardware.memory_bandwidth
+    computing = max(working, started) if hardware.overlaps else working + started
+    near = hardware.bandwidth(traffic.shards)
     sending = (
-        traffic.among_shards / hardware.bandwidth(traffic.shards)
+        traffic.gathered * hardware.gather_factor / near
+        + traffic.scattered * hardware.scatter_factor / near
         + traffic.among_replicas / hardware.bandwidth(traffic.replicas, apart=traffic.shards)
         + traffic.collectives * hardware.latency
     )

@@ -44,11 +44,12 @@ class DDPPlanner(ShardingPlanner):
                         )
 
     def _layouts(self, hardware: Hardware) -> Iterator[Layout]:
-        yield Layout(replicas=hardware.devices, bucket_copies=1.0)
+        yield Layout(replicas=hardware.devices, bucket_copies=1.0, parameter_operations=1)
         yield Layout(
             strategy="gradients in buckets",
             options={"gradient_as_bucket_view": True},
             replicas=hardware.devices,
             bucket_copies=1.0,
             gradients_in_buckets=True,
+            parameter_operations=1,
         )

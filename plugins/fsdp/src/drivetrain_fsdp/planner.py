@@ -11,6 +11,10 @@ __all__ = ["FSDPPlanner"]
 
 _ALL = frozenset({"parameters", "gradients", "optimizer"})
 
+#: What ``fully_shard`` runs around a unit, and for each of its parameters, as multiples of a small operation: hooks, views and collectives' own Python,
+#: from units of one to sixteen parameters of two elements on CPU ranks (torch 2.13).
+_UNIT_OPERATIONS, _PARAMETER_OPERATIONS = 50, 3
+
 
 class FSDPPlanner(ShardingPlanner):
     """All strategies of `FullyShardedDataParallelPlugin`, with and without the CPU's memory.
@@ -75,6 +79,8 @@ def _layouts(profile: ModelProfile, hardware: Hardware, *, offload: bool) -> Ite
                     reduce_itemsize=4 if low else None,
                     gather_copies=1.0 if shards > 1 else 0.0,
                     sync_each_batch=each_batch,
+                    unit_operations=_UNIT_OPERATIONS,
+                    parameter_operations=_PARAMETER_OPERATIONS,
                 )
 
 
