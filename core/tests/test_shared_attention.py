@@ -181,6 +181,4 @@ def test_what_is_refused(ranks):
 def test_sequences_are_divided_one_way():
     with pytest.raises(ConfigurationError, match="both divide sequences"):
         ParallelismConfig(cp_size=2, sp_size=2)
-    with pytest.raises(ConfigurationError, match="Give sp_size too"):
-        ParallelismConfig(sp_backend="fsdp")
     assert ParallelismConfig(sp_size=2, tp_size=2).non_data_parallel_size == 4

@@ -128,7 +128,7 @@ WRITTEN = {
     "DeepSpeedPlugin.enable_msamp": False,
     "DeepSpeedPlugin.msamp_opt_level": "O1",
     "ParallelismConfig.cp_backend": "torch",
-    "ParallelismConfig.sp_backend": None,
+    "ParallelismConfig.sp_backend": "fsdp",
     "ParallelismConfig.cp_comm_strategy": "allgather",
     "ParallelismConfig.tp_plan": {},
     "ActivationCheckpointing.budget": 0.5,

@@ -86,10 +86,10 @@ class SwappingAttention(SharedAttention):
         key, value = (_repeat(t, heads, self.size) for t in (key, value))
         parts = [_in_autocast(t) for t in (query, key, value)]
         mask = None if attn_mask is None else self._mask(attn_mask, mine, heads)
-        whole = _swap(parts, self.group, to_heads=True)
-        kwargs["enable_gqa"] = whole[1].shape[-3] != whole[0].shape[-3]
+        query, key, value = _swap(parts, self.group, to_heads=True)
+        kwargs["enable_gqa"] = key.shape[-3] != query.shape[-3]
         result = F.scaled_dot_product_attention(
-            *whole, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, **kwargs
+            query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, **kwargs
         )
         return _swap([result], self.group, to_heads=False)[0]
 

@@ -36,7 +36,7 @@ class ParallelismConfig(Options):
             model's own plan, or else one that is derived from its attention and MLP blocks.
         cp_comm_strategy: "allgather": keys and values of the whole sequence come together for each attention. For all-to-alls there is sp_size.
         cp_backend: "torch", the only one: backends compute attention by torch.
-        sp_backend: The backend that is to divide sequences, where a script insists on one; None: the one that is used.
+        sp_backend: Name of the backend that is to divide sequences: another one refuses it. None: the one that is used.
 
     Example:
         >>> config = ParallelismConfig(dp_replicate_size=2, tp_size=2)
@@ -64,10 +64,6 @@ class ParallelismConfig(Options):
             raise ConfigurationError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} both divide sequences. Give one of them: sp_size where it divides the heads of "
                 "attention, cp_size else."
-            )
-        if self.sp_backend is not None and self.sp_size == 1:
-            raise ConfigurationError(
-                f"sp_backend={self.sp_backend!r} says who divides sequences over sp_size processes, and that is 1. Give sp_size too."
             )
         if self.cp_comm_strategy != "allgather":
             raise ConfigurationError(
