@@ -13,6 +13,7 @@ from drivetrain import Accelerator, ParallelismConfig
 from drivetrain.errors import UnsupportedError
 from drivetrain.testing.pytest_plugin import Workers
 from drivetrain.testing.training import whole
+from drivetrain_deepspeed.checks import check_model
 from drivetrain_deepspeed.options import DeepSpeedPlugin
 
 LENGTH, VOCABULARY, WIDTH, HEADS = 8, 13, 16, 4
@@ -153,3 +154,11 @@ def test_meshes_that_engines_do_not_form(workers: Workers) -> None:
                 Accelerator(cpu=True, backend="deepspeed", parallelism_config=ParallelismConfig(**sizes))
 
     workers(2).run(run)
+
+
+def test_models_whose_layers_were_divided_before() -> None:
+    """What ``deepspeed.tp_model_init`` leaves on the weights that it has cut."""
+    model = torch.nn.Linear(2, 2)
+    model.weight.ds_is_replaced_module = True  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match="tp_model_init"):
+        check_model(model, placement=True, device=torch.device("cpu"))
