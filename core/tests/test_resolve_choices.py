@@ -227,7 +227,7 @@ REFUSED = {
     "two keywords": (
         {"process": TWO, "available": {"cuda": 2}, "shard_plugin": ShardOptions(), "engine_plugin": EngineOptions()},
         ConfigurationError,
-        "engine (EngineOptions were given) and shard (shard_plugin= was given) fit equally well",
+        "engine (engine_plugin= was given) and shard (shard_plugin= was given) fit equally well",
     ),
     "half an environment": ({"environ": {"RANK": "0"}}, EnvironmentDetectionError, "WORLD_SIZE isn't set"),
 }

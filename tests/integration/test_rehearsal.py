@@ -80,6 +80,7 @@ FULL = {
     "ddp, with activations computed again": (2, "--backend ddp --recompute"),
     "fsdp, accumulating with weights": (2, "--backend fsdp --accumulate 2 --weighted"),
     "context parallel": (2, "--mesh cp_size=2"),
+    "sequence parallel": (2, "--mesh sp_size=2"),
     "no shards": (2, "--strategy NO_SHARD --precision bf16"),
 }
 _PARAMETERS = [

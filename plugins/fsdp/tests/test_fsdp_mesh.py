@@ -1,12 +1,14 @@
 """Meshes of several dimensions: the same numbers as one process that sees whole batches, layers and sequences."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from drivetrain import Accelerator, ParallelismConfig
+from drivetrain import Accelerator, GradScalerKwargs, ParallelismConfig
 from drivetrain.errors import ConfigurationError, UnsupportedError
 from drivetrain.testing.training import whole
 from drivetrain_fsdp.options import FullyShardedDataParallelPlugin
@@ -124,7 +126,12 @@ def train(sizes, masked, precision="no", directory=None, empty=False, **plugin):
     weights = whole(accelerator.backend.model_state(model))
     facts = {
         "local": sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor)),
-        "ranks": (accelerator.data_parallel_rank, accelerator.context_parallel_rank, accelerator.tensor_parallel_rank),
+        "ranks": (
+            accelerator.data_parallel_rank,
+            accelerator.context_parallel_rank,
+            accelerator.sequence_parallel_rank,
+            accelerator.tensor_parallel_rank,
+        ),
         "mesh": accelerator.torch_device_mesh.mesh_dim_names,
         "explained": accelerator.backend.describe(),
     }
@@ -146,15 +153,15 @@ def check(results, data, masked, tolerance=2e-5):
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "mask"])
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"cp_size": 2}, {"dp_replicate_size": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"cp_size": 2}, {"sp_size": 2}, {"dp_replicate_size": 2}], ids=str)
 def test_two_ranks(ranks, sizes, masked):
     results = ranks.run(train, sizes, masked)
     check(results, 2 if "dp_replicate_size" in sizes else 1, masked)
     if "tp_size" in sizes:
-        assert [r[4]["ranks"] for r in results] == [(0, 0, 0), (0, 0, 1)]
+        assert [r[4]["ranks"] for r in results] == [(0, 0, 0, 0), (0, 0, 0, 1)]
         assert results[0][4]["explained"]["layers divided"] == "8 colwise, 4 rowwise"
-    if "cp_size" in sizes:
-        assert [r[4]["ranks"] for r in results] == [(0, 0, 0), (0, 1, 0)]
+    if "cp_size" in sizes or "sp_size" in sizes:
+        assert [r[4]["ranks"] for r in results] == [(0, 0, 0, 0), (0, 1, 0, 0) if "cp_size" in sizes else (0, 0, 1, 0)]
         parameters = sum(p.numel() for p in make()[0].parameters())
         assert sum(r[4]["local"] for r in results) == parameters  # shards, too
 
@@ -163,19 +170,22 @@ FOUR = [
     {"dp_replicate_size": 2, "dp_shard_size": 2},
     {"tp_size": 2},
     {"cp_size": 2, "dp_shard_size": 2},
+    {"sp_size": 2, "tp_size": 2},
+    {"sp_size": 2, "dp_shard_size": 2},
+    {"sp_size": 4},
     {"cp_size": 2, "tp_size": 2},
     {"dp_replicate_size": 2, "tp_size": 2},
 ]
 
 
 @pytest.mark.parametrize(
-    "sizes", [pytest.param(s, marks=[pytest.mark.full] * (i > 2)) for i, s in enumerate(FOUR)], ids=str
+    "sizes", [pytest.param(s, marks=[pytest.mark.full] * (i > 3)) for i, s in enumerate(FOUR)], ids=str
 )
 def test_four_ranks(workers, sizes, tmp_path):
     """With replicas and shards, tensor and context parallel; the model made without weights, and a checkpoint for one process."""
     directory = str(tmp_path / "checkpoint")
     results = workers(4).run(train, sizes, False, directory=directory, empty=sizes == {"tp_size": 2})
-    data = 4 // (sizes.get("tp_size", 1) * sizes.get("cp_size", 1))
+    data = 4 // math.prod(sizes.get(n, 1) for n in ("tp_size", "cp_size", "sp_size"))
     check(results, data, False)
     accelerator = Accelerator(cpu=True, backend="single")
     model, optimizer = accelerator.prepare(*make())
@@ -186,14 +196,52 @@ def test_four_ranks(workers, sizes, tmp_path):
     accelerator.end_training()
 
 
-def test_precision_with_divided_layers(ranks):
-    check(ranks.run(train, {"tp_size": 2}, False, "bf16"), 1, False, tolerance=1e-2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_precision_with_divided_layers(ranks, precision):
+    check(ranks.run(train, {"tp_size": 2}, False, precision), 1, False, tolerance=1e-2)
 
-    def run():
-        with pytest.raises(UnsupportedError, match="bf16"):
-            train({"tp_size": 2}, False, "fp16")
 
-    ranks.run(run)
+def overflow(sizes, layer):
+    """On a rank: three steps, of which the second finds an infinity on rank 1 alone, in what it holds of one layer's gradient."""
+    scaling = GradScalerKwargs(init_scale=256.0)
+    config = ParallelismConfig(**sizes)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", parallelism_config=config, kwargs_handlers=[scaling])
+    model, optimizer = accelerator.prepare(*make())
+    batch, positions = IDS[:2], torch.arange(LENGTH).expand(2, -1)
+    facts = {"skipped": [], "scales": [], "moved": []}
+    for step in range(3):
+        before = whole(accelerator.backend.model_state(model))
+        inputs, labels, places = batch[:, :-1].clone(), batch[:, 1:].clone(), positions.clone()
+        with accelerator.maybe_context_parallel([inputs, labels, places], [1, 1, 1]):
+            loss = F.cross_entropy(model(inputs, places).flatten(0, 1), labels.flatten())
+            accelerator.backward(loss)
+        if step == 1 and accelerator.process_index == 1:
+            gradient = model.get_parameter(layer).grad.to_local()
+            gradient.view(-1)[:1] = math.inf
+        optimizer.step()
+        optimizer.zero_grad()
+        after = whole(accelerator.backend.model_state(model))
+        facts["skipped"].append(accelerator.optimizer_step_was_skipped)
+        facts["scales"].append(float(accelerator.backend.precision.state_dict()["scale"]))
+        facts["moved"].append(any(not torch.equal(before[n], after[n]) for n in after))
+    local = {n: p.to_local().clone() for n, p in model.named_parameters()}
+    accelerator.end_training()
+    return facts, after, local
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"sp_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layer", ["blocks.0.mlp.up_proj.weight", "blocks.1.first.weight", "blocks.0.mlp.down_proj.bias"]
+)
+def test_an_overflow_on_one_rank_is_everyones(ranks, sizes, layer):
+    """In a layer that is divided, in one that isn't, and in the bias that all ranks of a divided layer hold."""
+    (facts, weights, local), (others, other_weights, other_local) = ranks.run(overflow, sizes, layer)
+    assert facts == others
+    assert facts == {"skipped": [False, True, False], "scales": [256.0, 128.0, 128.0], "moved": [True, False, True]}
+    for name, weight in weights.items():
+        assert torch.equal(weight, other_weights[name]), name
+        if "tp_size" in sizes and weight.shape == local[name].shape:
+            assert torch.equal(local[name], other_local[name]), name
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------------
@@ -244,15 +292,64 @@ def test_sequences_that_cannot_be_shared(ranks):
             with pytest.raises(ConfigurationError, match=message), accelerator.maybe_context_parallel(buffers, dims):
                 pass
         x = torch.randn(1, 2, 4, 8)
-        with accelerator.maybe_context_parallel():
-            with pytest.raises(UnsupportedError, match="neither that of the whole sequence"):
-                F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(4, 4).bool())
-            attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
-            with pytest.raises(UnsupportedError, match="need_weights=False"):
-                attention(x[0], x[0], x[0])
+        wrong = pytest.raises(UnsupportedError, match="neither that of the whole sequence")
+        with accelerator.maybe_context_parallel(), wrong:
+            F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(4, 4).bool())
         accelerator.end_training()
 
     ranks.run(run)
+
+
+def test_backends_that_were_not_asked_to_divide_sequences():
+    """A script that insists on one gets no other."""
+    with pytest.raises(ConfigurationError, match="Leave sp_backend out"):
+        Accelerator(cpu=True, backend="fsdp", parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed"))
+
+
+IGNORED = -100
+
+
+def tokens(sizes):
+    """On a rank: an epoch whose loss is the mean over all tokens that count, of which parts of a sequence have unequal numbers."""
+    config = ParallelismConfig(**sizes)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, parallelism_config=config, backend="fsdp")
+    model, optimizer = make()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(IDS[:16], batch_size=2))
+    norms = []
+    for batch in loader:
+        inputs, labels = batch[:, :-1].clone(), targets(batch)
+        positions = torch.arange(LENGTH).repeat(len(batch), 1)
+        with accelerator.accumulate(model), accelerator.maybe_context_parallel([inputs, labels, positions], [1, 1, 1]):
+            loss = F.cross_entropy(model(inputs, positions).flatten(0, 1), labels.flatten(), reduction="sum")
+            accelerator.backward(loss, weight=(labels != IGNORED).sum(), reduction="sum")
+            norms += [float(accelerator.clip_grad_norm_(model.parameters(), 0.5))] if accelerator.sync_gradients else []
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = whole(accelerator.backend.model_state(model))
+    accelerator.end_training()
+    return norms, weights
+
+
+def targets(batch):
+    """Most of the first half of each sequence doesn't count."""
+    labels = batch[:, 1:].clone()
+    labels[:, : LENGTH // 2 - 1] = IGNORED
+    return labels
+
+
+def test_tokens_are_counted_over_the_parts_of_a_sequence(ranks):
+    model, optimizer = make()
+    norms = []
+    for batch in IDS[:16].split(4):
+        logits = model(batch[:, :-1], torch.arange(LENGTH).expand(len(batch), -1))
+        F.cross_entropy(logits.flatten(0, 1), targets(batch).flatten()).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, weights in ranks.run(tokens, {"sp_size": 2}):
+        assert ours == pytest.approx(norms, abs=2e-5)
+        for name, weight in model.state_dict().items():
+            torch.testing.assert_close(weights[name], weight, atol=2e-5, rtol=0, msg=name)
 
 
 def test_padding_masks_are_divided_like_tokens(ranks):

@@ -41,9 +41,19 @@ def cp_size(value, folder):
     return shape(cp_size=value)
 
 
-@effect("ParallelismConfig.sp_size", (1, "made"), (2, "ConfigurationError"))
+@effect("ParallelismConfig.sp_size", (1, [{"dp_shard": 2}] * 2), (2, [{"sp": 2}] * 2), ranks=2)
 def sp_size(value, folder):
-    ParallelismConfig(sp_size=value)
+    return shape(sp_size=value)
+
+
+@effect("ParallelismConfig.sp_backend", (None, [{"sp": 2}] * 2), ("other", ["ConfigurationError"] * 2), ranks=2)
+def sp_backend(value, folder):
+    return shape(sp_size=2, sp_backend=value)
+
+
+@effect("ParallelismConfig.cp_backend", ("torch", "made"), ("other", "ConfigurationError"))
+def cp_backend(value, folder):
+    ParallelismConfig(cp_backend=value)
     return "made"
 
 

@@ -100,7 +100,7 @@ def main():
     for ids, labels in loader:
         divided = (
             accelerator.maybe_context_parallel([ids, labels], [1, 1])
-            if "cp" in (args.mesh or "")
+            if "cp" in (args.mesh or "") or "sp" in (args.mesh or "")
             else contextlib.nullcontext()
         )
         with accelerator.accumulate(model), divided:

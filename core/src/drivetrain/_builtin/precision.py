@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from drivetrain._builtin.scaling import MeshScaler
 from drivetrain.errors import UnsupportedError
 from drivetrain.interfaces import AutocastPrecision, Precision
 from drivetrain.specs import PrecisionSpec
@@ -36,7 +37,7 @@ class Float16(AutocastPrecision):
 
     The scale is dynamic; static with ``GradScalerKwargs(growth_factor=1, backoff_factor=1)``, and none with ``enabled=False``.
 
-    Overflow is found in the gradients after they were reduced, so every process finds the same. The scale adapts once per
+    Overflow is found in the gradients after they were reduced, so every process finds the same; where layers are divided, processes agree on it. The scale adapts once per
     window, when the next one starts, so that several optimizers of one window share a scale.
 
     Example:
@@ -56,7 +57,7 @@ class Float16(AutocastPrecision):
             given.update(growth_factor=2.0, growth_interval=2**31 - 1)
         if given.get("backoff_factor") == 1.0:  # torch wants less than 1; this is 1 in the scale's float32
             given["backoff_factor"] = 1.0 - 1e-9
-        self.scaler = torch.amp.GradScaler(device_type, **given)
+        self.scaler = MeshScaler(device_type, **given)
         self.scales = self.scaler.is_enabled()
         self._unscaled: set[int] = set()
         self._stepped: dict[int, bool] = {}  # optimizer id -> skipped
@@ -69,6 +70,7 @@ class Float16(AutocastPrecision):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.scales or id(optimizer) in self._unscaled or not _has_gradients(optimizer):
             return
+        self.scaler.overflow_group = self.overflow_group
         self.scaler.unscale_(optimizer)
         self._unscaled.add(id(optimizer))
 

@@ -207,7 +207,8 @@ class Chooser(msgspec.Struct):
     def _detections(self, request: Request, specs: Iterable[str]) -> dict[str, Detection]:
         """The best detection of each backend that can be used; who writes a backend's own keyword asks for it."""
         answers = [d for d in self.registry.detect_backends(request) if d.name in specs]
-        answers += [Detection(g.name, Score.REQUESTED, f"{g.said_by}= was given") for g in self.given.requested()]
+        # Its own keyword says more than settings that several backends understand, by which one may have found itself.
+        answers += [Detection(g.name, Score.REQUESTED + 1, f"{g.said_by}= was given") for g in self.given.requested()]
         best: dict[str, Detection] = {}
         for answer in sorted(answers, key=lambda d: (-d.score, d.reason)):
             best.setdefault(answer.name, answer)

@@ -232,6 +232,12 @@ def _check_mesh(backend: BackendSpec, options: OptionResolver) -> None:
             f"ParallelismConfig was given, and the backend {backend.name!r} forms no mesh of processes. `drivetrain plugins --kind backend` "
             "lists backends with their capabilities: 'device-mesh' is what it takes."
         )
+    asked = getattr(mesh, "sp_backend", None)
+    if asked is not None and asked != backend.name:
+        raise ConfigurationError(
+            f"ParallelismConfig(sp_backend={asked!r}) names who divides sequences, and the backend is {backend.name!r}, which does that itself. "
+            f"Leave sp_backend out, or use Accelerator(backend={asked!r})."
+        )
 
 
 def _unused(given: GivenOptions, options: OptionResolver, backend: BackendSpec) -> list[str]:

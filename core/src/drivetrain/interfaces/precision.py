@@ -36,6 +36,9 @@ class Precision:
     compute_dtype: torch.dtype = torch.float32
     #: Whether the loss is scaled: then steps may be skipped.
     scales: bool = False
+    #: Processes that must agree on an overflow, a ``torch.distributed.ProcessGroup``. A backend sets it where gradients that were reduced may still differ
+    #: in that (layers are divided); None: they are the same on all processes, or DTensors of one mesh.
+    overflow_group: Any = None
 
     def __init__(self, spec: PrecisionSpec, *, device_type: str, options: Mapping[str, Any] | None = None) -> None:
         self.spec = spec

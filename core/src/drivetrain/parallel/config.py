@@ -16,7 +16,7 @@ __all__ = ["ParallelismConfig"]
 Size = Annotated[int, msgspec.Meta(ge=1)]
 
 #: Dimensions of the mesh, the outermost first: neighbours in the last one are neighbours on a machine.
-_DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
+_DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 
 @dataclass
@@ -30,15 +30,18 @@ class ParallelismConfig(Options):
         dp_shard_size: Processes over which parameters are sharded; they see different rows. None: all processes that the other sizes leave.
         tp_size: Tensor parallel: processes that share each layer, and see the same rows.
         cp_size: Context parallel: processes that hold parts of the same sequences.
-        sp_size: Ulysses' sequence parallel, which no backend here has: 1.
+        sp_size: Ulysses' sequence parallel: processes that hold parts of the same sequences, and swap them for heads around attention. The heads must be
+            divisible by it. Not together with cp_size.
         tp_plan: How layers are divided, by patterns of module names: ``{"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}``. Empty: the
             model's own plan, or else one that is derived from its attention and MLP blocks.
-        cp_comm_strategy: "allgather": keys and values of the whole sequence come together for each attention.
+        cp_comm_strategy: "allgather": keys and values of the whole sequence come together for each attention. For all-to-alls there is sp_size.
+        cp_backend: "torch", the only one: backends compute attention by torch.
+        sp_backend: Name of the backend that is to divide sequences: another one refuses it. None: the one that is used.
 
     Example:
         >>> config = ParallelismConfig(dp_replicate_size=2, tp_size=2)
         >>> config.sizes(8)
-        {'dp_replicate': 2, 'dp_shard': 2, 'cp': 1, 'tp': 2}
+        {'dp_replicate': 2, 'dp_shard': 2, 'cp': 1, 'sp': 1, 'tp': 2}
         >>> config.sizes(6)
         Traceback (most recent call last):
         ...
@@ -52,16 +55,19 @@ class ParallelismConfig(Options):
     sp_size: Size = 1
     tp_plan: dict[str, str] = field(default_factory=dict)
     cp_comm_strategy: Literal["allgather", "alltoall"] = "allgather"
+    cp_backend: Literal["torch"] = "torch"
+    sp_backend: str | None = None
 
     def __post_init__(self) -> None:
         self.validate()
-        if self.sp_size != 1:
+        if self.sp_size > 1 and self.cp_size > 1:
             raise ConfigurationError(
-                f"sp_size={self.sp_size}: Ulysses' sequence parallel isn't offered. cp_size divides sequences, with any attention."
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} both divide sequences. Give one of them: sp_size where it divides the heads of "
+                "attention, cp_size else."
             )
         if self.cp_comm_strategy != "allgather":
             raise ConfigurationError(
-                "cp_comm_strategy='alltoall' isn't offered. Leave it out: 'allgather' is exact with every mask."
+                "cp_comm_strategy='alltoall' isn't offered. Leave it out: 'allgather' is exact with every mask; sp_size swaps parts by all-to-alls."
             )
         if self.tp_plan and self.tp_size == 1:
             raise ConfigurationError("tp_plan divides layers over tp_size processes, and that is 1. Give tp_size too.")
@@ -76,6 +82,7 @@ class ParallelismConfig(Options):
             "dp_replicate": self.dp_replicate_size,
             "dp_shard": self.dp_shard_size or 1,
             "cp": self.cp_size,
+            "sp": self.sp_size,
             "tp": self.tp_size,
         }
         rest, remainder = divmod(world_size, math.prod(given.values()))
@@ -95,12 +102,12 @@ class ParallelismConfig(Options):
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are divided."""
+        """Whether sequences are divided, and keys and values gathered."""
         return self.cp_size > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Never: see ``sp_size``."""
+        """Whether sequences are divided, and swapped for heads."""
         return self.sp_size > 1
 
     @property
@@ -116,4 +123,4 @@ class ParallelismConfig(Options):
     @property
     def non_data_parallel_size(self) -> int:
         """Processes that see the same rows, or parts of them."""
-        return self.tp_size * self.cp_size
+        return self.tp_size * self.cp_size * self.sp_size

@@ -10,10 +10,12 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 
 from drivetrain.errors import ConfigurationError, NotPreparedError, UnsupportedError
 from drivetrain.interfaces import Backend, Prepared, PrepareRequest, WindowView
 from drivetrain.parallel.process_group import ProcessGroupHandle, init_process_group
+from drivetrain.parallel.sequences import divide_sequences
 from drivetrain_deepspeed import communication, state
 from drivetrain_deepspeed.building import Builder, PreparedModel
 from drivetrain_deepspeed.engine import Engine
@@ -21,6 +23,7 @@ from drivetrain_deepspeed.graphs import engines_in
 from drivetrain_deepspeed.options import DeepSpeedPlugin
 from drivetrain_deepspeed.partitions import Partition
 from drivetrain_deepspeed.precision import EnginePrecision
+from drivetrain_deepspeed.sequences import SequenceMesh
 
 __all__ = ["DeepSpeedBackend"]
 
@@ -35,6 +38,7 @@ class DeepSpeedBackend(Backend):
     """
 
     _group: ProcessGroupHandle | None = None
+    _mesh: SequenceMesh | None = None
 
     def __init__(self, spec: Any, context: Any) -> None:
         super().__init__(spec, context)
@@ -66,6 +70,9 @@ class DeepSpeedBackend(Backend):
             **given,
         )
         communication.join()
+        config = self.context.handlers.get("ParallelismConfig")
+        if config is not None:
+            self._mesh = SequenceMesh.make(self.device, config, self.context.process.world_size)
         plugin = self.context.handlers.get("GradientAccumulationPlugin")
         stage = self.options.value_of("zero_stage")
         if stage < 2 and getattr(plugin, "sync_each_batch", False) and self.context.process.rank == 0:
@@ -83,6 +90,47 @@ class DeepSpeedBackend(Backend):
             communication.leave()
             self._group.destroy()
             self._group = None
+
+    @property
+    def device_mesh(self) -> Any:
+        """Processes that read different rows, and those that share sequences; None where no ``ParallelismConfig`` asks for one."""
+        return None if self._mesh is None else self._mesh.whole
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """Processes that read different rows; None for all."""
+        return None if self._mesh is None or self._mesh.sequence is None else self._mesh.data
+
+    @property
+    def data_rank(self) -> int:
+        """This process's rank among those."""
+        group = self.data_group
+        return super().data_rank if group is None else dist.get_rank(group)
+
+    @property
+    def data_world_size(self) -> int:
+        """Number of processes that read different rows."""
+        group = self.data_group
+        return super().data_world_size if group is None else dist.get_world_size(group)
+
+    @property
+    def gradient_group(self) -> dist.ProcessGroup | None:
+        """All: an engine averages gradients over all processes, and items are counted over them."""
+        return None
+
+    @property
+    def gradient_world_size(self) -> int:
+        """Number of processes."""
+        return self.context.process.world_size
+
+    def context_parallel(
+        self, buffers: Sequence[torch.Tensor], dims: Sequence[int], keep: set[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Divide sequences over the processes that share them."""
+        attention = None if self._mesh is None else self._mesh.attention()
+        if attention is None:
+            return super().context_parallel(buffers, dims, keep)
+        return divide_sequences(attention, buffers, dims, keep)
 
     # -- objects ---------------------------------------------------------------------------------------------------------------
 
@@ -278,6 +326,8 @@ class DeepSpeedBackend(Backend):
     def describe(self) -> dict[str, str]:
         """The stage, and what is an engine."""
         facts = {"engine": f"DeepSpeed {deepspeed.__version__}"}
+        if self._mesh is not None:
+            facts["mesh"] = self._mesh.describe()
         for i, engine in enumerate(self._engines):
             name = f"model {i}" if len(self._engines) > 1 else "model"
             facts[name] = f"{type(engine.engine.module).__name__}, ZeRO stage {engine.stage}"

@@ -186,7 +186,7 @@ class Builder:
         schedulers = [s for s in request.schedulers if _is_placeholder(s)]
         placeholder = next((s for s in schedulers if getattr(s, "optimizer", optimizer) is optimizer), None)
         return Facts(
-            world_size=context.process.world_size,
+            world_size=self.backend.data_world_size,
             micro_batch_size=self._micro_batch_size(),
             accumulation_steps=context.gradient_accumulation_steps,
             precision=_PRECISIONS[self.precision.compute_dtype],
@@ -201,7 +201,7 @@ class Builder:
     def _micro_batch_size(self) -> int | None:
         """Rows per process and micro-batch; where loaders differ, what the settings say is taken if it is one of them."""
         config = self.backend.context.handlers.get("DataLoaderConfiguration")
-        parts = self.backend.context.process.world_size if getattr(config, "split_batches", False) else 1
+        parts = self.backend.data_world_size if getattr(config, "split_batches", False) else 1
         sizes = [
             getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
             for loader in self.request.loaders

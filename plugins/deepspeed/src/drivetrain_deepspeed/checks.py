@@ -34,13 +34,13 @@ def _sizes(config: Config, section: str, key: str) -> bool:
 _REFUSED: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: _sizes(c, "tensor_parallel", "autotp_size"),
-        '"tensor_parallel": {"autotp_size"} divides layers, so that several processes read the same rows, and DeepSpeed counts them as different '
-        "ones. Leave it out; the backend 'fsdp' divides layers: ParallelismConfig(tp_size=...).",
+        '"tensor_parallel": {"autotp_size"} divides layers, and loaders, item weights and checkpoints here take an engine\'s parameters for whole. '
+        "Leave it out; the backend 'fsdp' divides layers: ParallelismConfig(tp_size=...).",
     ),
     (
         lambda c: int(c.get("sequence_parallel_size", 1) or 1) > 1,
-        '"sequence_parallel_size" (Ulysses) divides sequences, and each process would need its part of each batch. Leave it out; the backend '
-        "'fsdp' divides sequences: ParallelismConfig(cp_size=...).",
+        '"sequence_parallel_size" (Ulysses) would sum the gradients of parts of a sequence, and they are averaged here. Leave it out, and give '
+        "ParallelismConfig(sp_size=...) and maybe_context_parallel(), which divide batches, too.",
     ),
     (
         lambda c: _enabled(c, "hybrid_engine"),
@@ -126,6 +126,11 @@ def check_model(model: torch.nn.Module, *, placement: bool, device: torch.device
     if not placement and device.type != "cpu":
         raise UnsupportedError(
             f"device_placement=False: DeepSpeed's engine moves {name} to {device}. Leave it out; offload_param_device keeps parameters elsewhere."
+        )
+    if any(getattr(p, "ds_is_replaced_module", False) for p in model.parameters()):
+        raise UnsupportedError(
+            f"{name} went through deepspeed.tp_model_init, and holds parts of its layers: loaders, item weights and checkpoints here take an engine's "
+            "parameters for whole. Give the model as it was; the backend 'fsdp' divides layers: ParallelismConfig(tp_size=...)."
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigurationError(f"{name} has an optimizer, and no parameter that requires a gradient.")

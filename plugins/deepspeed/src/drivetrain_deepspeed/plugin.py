@@ -27,6 +27,7 @@ DEEPSPEED = BackendSpec(
     capabilities=frozenset(
         {
             Capability.DISTRIBUTED,
+            Capability.DEVICE_MESH,
             Capability.OWNS_BACKWARD,
             Capability.OWNS_STEP,
             Capability.OWNS_PRECISION,

@@ -23,11 +23,12 @@ from drivetrain.errors import UnsupportedError
 from drivetrain.interfaces import Backend, Prepared, PrepareRequest
 from drivetrain.interfaces.norms import narrow_inputs
 from drivetrain.memory.activations import ActivationCheckpointing, checkpoint_activations
+from drivetrain.parallel.attention import GatheringAttention, SwappingAttention
 from drivetrain.parallel.process_group import ProcessGroupHandle, init_process_group
+from drivetrain.parallel.sequences import divide_sequences
 from drivetrain.specs import Capability
 from drivetrain_fsdp.accumulated import clear_gradients, gradients_so_far, put_gradients
 from drivetrain_fsdp.checks import check_model, check_unit, ignored_parameters
-from drivetrain_fsdp.context_parallel import divide_sequences
 from drivetrain_fsdp.materialize import Start, fill, find_start, replace_parameter
 from drivetrain_fsdp.mesh import Mesh, build_mesh, mesh_sizes
 from drivetrain_fsdp.options import FullyShardedDataParallelPlugin
@@ -92,6 +93,8 @@ class FSDPBackend(Backend):
         self._sharded: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
         self._plans: list[dict[str, str]] = []
         self._mesh = build_mesh(self.device, sizes)
+        if sizes["tp"] > 1:  # what isn't divided has a gradient of its own on each of them
+            self.precision.overflow_group = dist.group.WORLD
 
     def teardown(self) -> None:
         """Destroy the process group, and with it the mesh's, if it was made here."""
@@ -126,7 +129,7 @@ class FSDPBackend(Backend):
     @property
     def gradient_world_size(self) -> int:
         """Number of processes over which gradients are averaged."""
-        return self.data_world_size * self.mesh.sizes["cp"]
+        return self.data_world_size * self.mesh.sequence_parts
 
     # -- objects -----------------------------------------------------------------------------------------------------------
 
@@ -259,11 +262,6 @@ class FSDPBackend(Backend):
             meshes = {id(p.device_mesh) if isinstance(p, DTensor) else 0 for p in group["params"]}
             if len(meshes) > 1 and "foreach" in group and not group.get("fused"):
                 group["foreach"] = False
-            if len(meshes) > 1 and self.precision.scales:
-                raise UnsupportedError(
-                    f"mixed_precision={self.precision.spec.name!r} looks for overflows in all gradients at once, and with tp_size above 1 they lie on "
-                    "different meshes. Use mixed_precision='bf16'."
-                )
         return optimizer
 
     def parameter_names(self, models: Sequence[torch.nn.Module]) -> dict[int, str]:
@@ -327,11 +325,12 @@ class FSDPBackend(Backend):
     def context_parallel(
         self, buffers: Sequence[torch.Tensor], dims: Sequence[int], keep: set[torch.Tensor]
     ) -> contextlib.AbstractContextManager[Any]:
-        """Divide sequences over the mesh's ``cp``."""
-        mesh = self.mesh.of("cp")
-        if mesh is None:
-            return super().context_parallel(buffers, dims, keep)
-        return divide_sequences(mesh.get_group(), buffers, dims, keep)
+        """Divide sequences over the mesh's ``cp`` or ``sp``."""
+        for name, attention in (("cp", GatheringAttention), ("sp", SwappingAttention)):
+            mesh = self.mesh.of(name)
+            if mesh is not None:
+                return divide_sequences(attention(mesh.get_group()), buffers, dims, keep)
+        return super().context_parallel(buffers, dims, keep)
 
     # -- state under canonical names ---------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,9 @@ from drivetrain_fsdp.options import FullyShardedDataParallelPlugin
 
 __all__ = ["Mesh", "build_mesh", "mesh_sizes"]
 
-_NAMES = ("dp_replicate", "dp_shard", "cp", "tp")
+_NAMES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+#: Those whose processes hold parts of the same sequences: they share parameters' shards with the processes that see other rows.
+_SEQUENCES = ("cp", "sp")
 
 
 @dataclass(slots=True)
@@ -38,6 +41,11 @@ class Mesh:
     data: dist.ProcessGroup
     gradients: dist.ProcessGroup
 
+    @property
+    def sequence_parts(self) -> int:
+        """Into how many parts sequences are divided."""
+        return math.prod(self.sizes[name] for name in _SEQUENCES)
+
     def of(self, name: str) -> DeviceMesh | None:
         """The part of the mesh along one dimension; None if that has one process."""
         return self.whole[name] if self.sizes[name] > 1 else None
@@ -53,7 +61,7 @@ def mesh_sizes(
 
     Example:
         >>> mesh_sizes(ProcessInfo(world_size=8, local_world_size=4), FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD"), None)
-        {'dp_replicate': 2, 'dp_shard': 4, 'cp': 1, 'tp': 1}
+        {'dp_replicate': 2, 'dp_shard': 4, 'cp': 1, 'sp': 1, 'tp': 1}
     """
     world = process.world_size
     strategy = options.sharding_strategy
@@ -103,11 +111,11 @@ def _make(device: torch.device, sizes: dict[str, int]) -> Mesh:
     # The dimension of shards is there in any case: what is sharded must have one, if only of one process.
     names = tuple(n for n in _NAMES if sizes[n] > 1 or n == "dp_shard")
     whole = init_device_mesh(device.type, tuple(sizes[n] for n in names), mesh_dim_names=names)
-    shards = _joined(whole, ("dp_shard", "cp"), "dp_shard_cp")
+    shards = _joined(whole, ("dp_shard", *_SEQUENCES), "dp_shard_cp")
     if sizes["dp_replicate"] > 1:
         shards = DeviceMesh._concatenate([whole["dp_replicate"], shards])
     data = _joined(whole, ("dp_replicate", "dp_shard"), "dp").get_group()
-    gradients = _joined(whole, ("dp_replicate", "dp_shard", "cp"), "dp_cp").get_group()
+    gradients = _joined(whole, ("dp_replicate", "dp_shard", *_SEQUENCES), "dp_cp").get_group()
     return Mesh(whole, sizes, shards, data, gradients)
 
 

@@ -41,7 +41,7 @@ def expected_collectives(
     models: Sequence[torch.nn.Module], mesh: Mesh, options: FullyShardedDataParallelPlugin
 ) -> dict[str, dict[str, int]]:
     """Collectives of one forward and backward of each model without reduction, and with it; those of divided layers and sequences come on top."""
-    shards = mesh.sizes["dp_shard"] * mesh.sizes["cp"]
+    shards = mesh.sizes["dp_shard"] * mesh.sequence_parts
     gathers = scatters = 0
     for model in models:
         trainable = any(p.requires_grad for p in model.parameters())

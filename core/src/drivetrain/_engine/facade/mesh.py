@@ -38,8 +38,13 @@ class MeshFacade:
 
     @property
     def context_parallel_rank(self) -> int:
-        """This process's rank among those that share sequences; 0 where none do."""
+        """This process's rank among those that share sequences and gather keys; 0 where none do."""
         return self._mesh_rank("cp")
+
+    @property
+    def sequence_parallel_rank(self) -> int:
+        """This process's rank among those that share sequences and swap them for heads; 0 where none do."""
+        return self._mesh_rank("sp")
 
     @property
     def data_parallel_rank(self) -> int:
@@ -69,9 +74,9 @@ class MeshFacade:
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> contextlib.AbstractContextManager[Any]:
-        """Inside, processes of one context-parallel group hold a part of each sequence, and attention sees all of it.
+        """Inside, processes that share sequences hold a part of each, and attention sees all of it.
 
-        Around forward and backward of each batch. It does nothing where ``ParallelismConfig(cp_size=...)`` is 1.
+        Around forward and backward of each batch, with ``ParallelismConfig(cp_size=...)`` or ``sp_size``. It does nothing where both are 1.
 
         Args:
             buffers: Tensors with a dimension of the sequence (token ids, labels already shifted, positions): divided in place.
