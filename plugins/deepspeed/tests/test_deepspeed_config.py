@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import tempfile
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -314,8 +315,15 @@ REFUSED = {
         "DeepSpeedPlugin.gradient_clipping=1.0 and the norm 0.5",
     ),
     "folder": (
-        (None, {"zero_stage": 2, "offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/nowhere"}),
+        (None, {"zero_stage": 3, "offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/nowhere"}),
         "'/nowhere': there is no such folder",
+    ),
+    "disk below stage 3": (
+        (
+            None,
+            {"zero_stage": 2, "offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": tempfile.gettempdir()},
+        ),
+        "at stage 2: DeepSpeed keeps optimizer state on a disk at stage 3 alone",
     ),
     "rounded on disk": (
         (None, {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "/"}),

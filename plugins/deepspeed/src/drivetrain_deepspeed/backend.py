@@ -303,7 +303,7 @@ class DeepSpeedBackend(Backend):
     def state_layout(self, parameter: torch.Tensor) -> Any:
         """As the parameter's fp32 values lie."""
         partition = self._places.get(id(parameter))
-        return parameter if partition is None else partition.read(parameter)
+        return parameter if partition is None else partition.layout(parameter)
 
     @contextlib.contextmanager
     def full_parameters(self, model: torch.nn.Module, *, write: bool = False) -> Iterator[torch.nn.Module]:

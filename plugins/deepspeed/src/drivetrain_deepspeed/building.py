@@ -17,7 +17,7 @@ from deepspeed.runtime import lr_schedules
 from drivetrain.config import GradScalerKwargs
 from drivetrain.errors import ConfigurationError, UnsupportedError
 from drivetrain.interfaces import PrepareRequest
-from drivetrain_deepspeed.checks import check_config, check_engine, check_model
+from drivetrain_deepspeed.checks import check_config, check_disk, check_engine, check_model
 from drivetrain_deepspeed.config import Facts, micro_batch_of, resolve
 from drivetrain_deepspeed.engine import Engine
 from drivetrain_deepspeed.filling import fill
@@ -171,6 +171,7 @@ class Builder:
     def _config(self, model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
         config = copy.deepcopy(resolve(self.backend.options, self._facts(model, optimizer)))
         check_config(config)
+        check_disk(config)
         # Core's windows may be shorter than the configuration says, and core says where they end.
         micro = int(config["train_micro_batch_size_per_gpu"])
         config["gradient_accumulation_steps"] = 1

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from drivetrain.errors import ConfigurationError, UnsupportedError
+from drivetrain.errors import ConfigurationError, EnvironmentDetectionError, UnsupportedError
 
-__all__ = ["check_config", "check_engine", "check_model"]
+__all__ = ["check_config", "check_disk", "check_engine", "check_model"]
 
 Config = Mapping[str, Any]
 
@@ -98,6 +98,28 @@ def check_config(config: Config) -> None:
     for asked, sentence in _REFUSED:
         if (config.get("zero_optimization") or {}) and asked(config):
             raise UnsupportedError(f"DeepSpeed's configuration: {sentence}")
+
+
+def check_disk(config: Config) -> None:
+    """Refuse offload to a disk where DeepSpeed can't compile what it reads and writes with.
+
+    Raises:
+        EnvironmentDetectionError: With what to install.
+
+    Example:
+        >>> check_disk({"zero_optimization": {"stage": 3}})
+    """
+    zero = config["zero_optimization"]
+    used = [k for k in ("offload_optimizer", "offload_param") if (zero.get(k) or {}).get("device") == "nvme"]
+    if not used:
+        return
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise EnvironmentDetectionError(
+            f'{used[0]}_device="nvme": DeepSpeed reads and writes with libaio, and there are no headers of it. Install them (Debian: libaio-dev), with a C++ '
+            "compiler and ninja, or offload to the CPU."
+        )
 
 
 def check_model(model: torch.nn.Module, *, placement: bool, device: torch.device) -> None:

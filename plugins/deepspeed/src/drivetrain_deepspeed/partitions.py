@@ -41,9 +41,26 @@ class Partition:
         """
         return parameter if buffer_value is None else buffer_value
 
+    def layout(self, parameter: Any) -> Any:
+        """What `read` would give, as far as shape and place go; its values may be any."""
+        return self.read(parameter)
+
+    def held(self, buffer: torch.Tensor, *, write: bool = False) -> contextlib.AbstractContextManager[Any]:
+        """Inside, a buffer, its optimizer state and its gradients are in memory. What is read then outlives it.
+
+        Args:
+            buffer: One of `buffers`.
+            write: Whether they are changed.
+        """
+        return contextlib.nullcontext()
+
+    def forget_state(self, buffer: torch.Tensor) -> None:
+        """Drop a buffer's optimizer state, which is made anew."""
+        self.engine.basic_optimizer.state.pop(buffer, None)
+
     def cut(self, parameter: Any, values: torch.Tensor | None) -> Any:
         """Values of the range that this process has of a parameter, as `read` gives them; None for zeros."""
-        template = self.read(parameter)
+        template = self.layout(parameter)
         if not isinstance(template, Shards):
             return torch.zeros_like(template) if values is None else values
         counts = [block.values.numel() for block in template.blocks]
@@ -53,7 +70,7 @@ class Partition:
 
     def write(self, parameter: Any, value: Any, buffer_value: torch.Tensor | None = None) -> None:
         """Put a whole tensor, or `Shards` like those that `read` gives, in their place."""
-        target = self.read(parameter, buffer_value)
+        target = self._target(parameter, buffer_value)
         with torch.no_grad():
             if isinstance(target, Shards):
                 cut = value if isinstance(value, Shards) else target.like(_reader(value))
@@ -61,6 +78,9 @@ class Partition:
                     block.values.copy_(new.values)
             else:
                 target.copy_(value.full_tensor() if isinstance(value, Shards) else value)
+
+    def _target(self, parameter: Any, buffer_value: torch.Tensor | None) -> Any:
+        return self.read(parameter, buffer_value)
 
     def refresh(self) -> None:
         """The fp32 values were written: parameters that forward uses follow. Collective."""
@@ -205,14 +225,83 @@ class Stage3(Partition):
         """Whether there is an optimizer, and not only parameters that are gathered and released."""
         return hasattr(self.zero, "fp32_partitioned_groups_flat")
 
+    @contextlib.contextmanager
+    def held(self, buffer: torch.Tensor, *, write: bool = False) -> Iterator[None]:
+        """Fetch a sub-group that is kept on a disk; write it back, or let go of it."""
+        group = next(i for i, flat in enumerate(self.zero.fp32_partitioned_groups_flat) if flat is buffer)
+        if not self.on_disk(group) or group in self._fetched:
+            yield
+            return
+        self.zero._optimizer_states_and_gradient_swap_in(group)
+        self._fetched.add(group)
+        try:
+            yield
+            if write:
+                self.zero._optimizer_states_and_gradient_swap_out(group)
+            else:
+                self.zero._release_swap_buffers(group)
+        finally:
+            self._fetched.discard(group)
+
+    def forget_state(self, buffer: Any) -> None:
+        """Drop it; on a disk its place, too."""
+        super().forget_state(buffer)
+        swapper = self.zero.optimizer_swapper
+        info = None if swapper is None else swapper.swap_params_info.get(buffer.ds_id)
+        if info is not None:
+            del info.tensors[1:]
+            info.has_state_tensors = False
+
+    @functools.cached_property
+    def _fetched(self) -> set[int]:
+        """Sub-groups that are in memory for the time being."""
+        return set()
+
+    def on_disk(self, group: int) -> bool:
+        """Whether a sub-group's values and state are kept on a disk: DeepSpeed keeps small ones in memory."""
+        return bool(self.zero._swappable_optimizer_subgroup(group))
+
+    def layout(self, parameter: Any) -> Any:
+        """As `read`; what is on a disk stays there."""
+        place = self._place(parameter)
+        if place is None or not self.on_disk(place[0]):
+            return self.read(parameter)
+        return self._range(parameter, torch.empty(place[2]))
+
     def read(self, parameter: Any, buffer_value: torch.Tensor | None = None) -> Any:
-        """A range of the parameter, without the padding of the last one."""
-        if not (self.trains and parameter.requires_grad and id(parameter) in self._places):
-            values = parameter.ds_tensor.data  # frozen: as forward uses it
-        else:
-            group, offset, count = self._places[id(parameter)]
-            flat = self.zero.fp32_partitioned_groups_flat[group] if buffer_value is None else buffer_value
-            values = flat.detach().narrow(0, offset, count)
+        """A range of the parameter, without the padding of the last one; a copy of what is on a disk."""
+        place = self._place(parameter)
+        if place is None or not self.on_disk(place[0]):
+            return self._target(parameter, buffer_value)
+        with self.held(self.zero.fp32_partitioned_groups_flat[place[0]]):
+            return self._range(parameter, self._values(parameter, buffer_value).clone())
+
+    def write(self, parameter: Any, value: Any, buffer_value: torch.Tensor | None = None) -> None:
+        """As everywhere; onto a disk, if it is there."""
+        place = self._place(parameter)
+        if place is None:
+            super().write(parameter, value, buffer_value)
+            return
+        with self.held(self.zero.fp32_partitioned_groups_flat[place[0]], write=True):
+            super().write(parameter, value, buffer_value)
+
+    def _target(self, parameter: Any, buffer_value: torch.Tensor | None) -> Any:
+        return self._range(parameter, self._values(parameter, buffer_value))
+
+    def _values(self, parameter: Any, buffer_value: torch.Tensor | None) -> torch.Tensor:
+        place = self._place(parameter)
+        if place is None:
+            frozen: torch.Tensor = parameter.ds_tensor.data
+            return frozen  # as forward uses it
+        group, offset, count = place
+        flat: torch.Tensor = self.zero.fp32_partitioned_groups_flat[group] if buffer_value is None else buffer_value
+        return flat.detach().narrow(0, offset, count)
+
+    def _place(self, parameter: Any) -> tuple[int, int, int] | None:
+        known = self.trains and parameter.requires_grad and id(parameter) in self._places
+        return self._places[id(parameter)] if known else None
+
+    def _range(self, parameter: Any, values: torch.Tensor) -> Shards:
         size = parameter.ds_tensor.ds_numel
         start = min(self._rank(parameter) * size, parameter.ds_numel)
         count = min(size, parameter.ds_numel - start)
@@ -234,8 +323,9 @@ class Stage3(Partition):
         offload = zero.parameter_offload if self.trains else zero
         offload.partition_all_parameters()  # what is whole now is whole with old values
         if self.trains:
-            for number, _ in enumerate(zero.fp16_groups):
-                zero._reassign_or_swap_out_partitioned_parameters(number)
+            for number, (buffer, _) in enumerate(self.buffers()):
+                with self.held(buffer):
+                    zero._reassign_or_swap_out_partitioned_parameters(number)
             zero.invalidate_secondary_tensor()
         if offload.persistent_parameters:
             offload.persistent_parameters[0].all_gather(offload.persistent_parameters)
@@ -248,15 +338,17 @@ class Stage3(Partition):
     def gradients(self) -> list[tuple[Any, torch.Tensor]]:
         """This process's ranges."""
         zero = self.zero
-        if zero.offload_optimizer:
-            places = self._places
-            return [
-                (p, flat.grad.narrow(0, *places[id(p)][1:]))
-                for flat, parameters in self.buffers()
-                if flat.grad is not None
-                for p in parameters
-            ]
         found: list[tuple[Any, torch.Tensor]] = []
+        if zero.offload_optimizer:
+            for group, (flat, parameters) in enumerate(self.buffers()):
+                with self.held(flat):
+                    gradient = flat.grad
+                    if gradient is None:
+                        continue
+                    for p in parameters:
+                        part = gradient.narrow(0, *self._places[id(p)][1:])
+                        found.append((p, part.clone() if self.on_disk(group) else part))
+            return found
         for i, (_, parameters) in enumerate(self.buffers()):
             found += zip(parameters, zero.averaged_gradients.get(i) or (), strict=False)
         return found

@@ -24,12 +24,15 @@ def model_state(module: torch.nn.Module, partition: Partition) -> dict[str, Any]
     """
     state: dict[str, Any] = dict(module.state_dict())
     known: dict[int, Any] = {}  # tied parameters are one value
+    for buffer, parameters in partition.buffers():
+        with partition.held(buffer):
+            known.update({id(p): partition.read(p) for p in parameters})
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in state:
             if id(parameter) not in known:
-                value = partition.read(parameter)
-                known[id(parameter)] = value if isinstance(value, Shards) else value.detach()
-            state[name] = known[id(parameter)]
+                known[id(parameter)] = partition.read(parameter)
+            value = known[id(parameter)]
+            state[name] = value if isinstance(value, Shards) else value.detach()
     return state
 
 
@@ -66,9 +69,14 @@ def load_model_state(
         )
     rest = {n: v for n, v in state.items() if n in known and n not in parameters}
     module.load_state_dict(rest, strict=False)
-    for name, parameter in parameters.items():
-        if name in state:
-            partition.write(parameter, state[name])
+    names = {id(p): n for n, p in parameters.items() if n in state}
+    for buffer, held in partition.buffers():
+        with partition.held(buffer, write=True):
+            for parameter in held:
+                if id(parameter) in names:
+                    partition.write(parameter, state[names.pop(id(parameter))])
+    for name in names.values():  # frozen ones
+        partition.write(parameters[name], state[name])
     partition.refresh()
     return missing, unexpected
 
@@ -88,11 +96,12 @@ def optimizer_state(engine: Engine, names: Mapping[int, str]) -> dict[str, Any]:
     inner = engine.optimizer
     for buffer, parameters in engine.partition.buffers():
         values = inner.state.get(buffer, {})
-        for parameter in parameters if values else ():
-            state[names[id(parameter)]] = {
-                key: engine.partition.read(parameter, value) if _is_alike(value, buffer) else value
-                for key, value in values.items()
-            }
+        with engine.partition.held(buffer):
+            for parameter in parameters if values else ():
+                state[names[id(parameter)]] = {
+                    key: engine.partition.read(parameter, value) if _is_alike(value, buffer) else value
+                    for key, value in values.items()
+                }
     groups = [
         {**{k: v for k, v in g.items() if k != "params"}, "params": [names[id(p)] for p in parameters]}
         for g, parameters in zip(inner.param_groups, engine.groups, strict=True)
@@ -129,7 +138,9 @@ def load_optimizer_state(engine: Engine, names: Mapping[int, str], state: Mappin
     for group, given in zip(inner.param_groups, state["param_groups"], strict=True):
         group.update({k: v for k, v in given.items() if k != "params"})
     for buffer, parameters in partition.buffers():
-        _load_buffer(inner, partition, buffer, {names[id(p)]: p for p in parameters}, state["state"])
+        partition.forget_state(buffer)
+        with partition.held(buffer, write=True):
+            _load_buffer(inner, partition, buffer, {names[id(p)]: p for p in parameters}, state["state"])
     partition.link()
     if engine.engine.lr_scheduler is not None and "scheduler" in state:
         engine.engine.lr_scheduler.load_state_dict(state["scheduler"])
@@ -139,7 +150,6 @@ def _load_buffer(
     inner: Any, partition: Partition, buffer: torch.Tensor, parameters: Mapping[str, Any], state: Mapping[str, Any]
 ) -> None:
     """One flat buffer's state, from that of the parameters in it."""
-    inner.state.pop(buffer, None)
     for name, parameter in parameters.items():
         for key, value in state.get(name, {}).items():
             here = inner.state[buffer]

@@ -24,7 +24,7 @@ def fill_zero(config: dict[str, Any], options: DeepSpeedPlugin, facts: Facts) ->
 
     Raises:
         ConfigurationError: For what has no effect at the stage, and for a folder that isn't there.
-        UnsupportedError: Where DeepSpeed would round parameters that it keeps on a disk.
+        UnsupportedError: Where DeepSpeed would keep state in memory that belongs on a disk, or round parameters that it keeps there.
     """
     zero: dict[str, Any] = config.setdefault(_ZERO, {})
     stage = int(options.value_of("zero_stage"))
@@ -134,7 +134,12 @@ def _stage_3_fields() -> Iterator[tuple[str, Any]]:
 
 
 def _check_disk(zero: dict[str, Any], facts: Facts) -> None:
-    """DeepSpeed up to 0.19 keeps float32 parameters on disk as bf16 where the device has no fp16."""
+    """DeepSpeed up to 0.19 takes "nvme" for "cpu" below stage 3, and keeps float32 parameters on disk as bf16 where the device has no fp16."""
+    if zero["stage"] < 3 and (zero.get("offload_optimizer") or {}).get("device") == "nvme":
+        raise UnsupportedError(
+            f"offload_optimizer_device='nvme' at stage {zero['stage']}: DeepSpeed keeps optimizer state on a disk at stage 3 alone; below, it would stay in "
+            "the CPU's memory. Use zero_stage=3, or offload_optimizer_device='cpu'."
+        )
     on_disk = zero.get("offload_param", {}).get("device") == "nvme"
     if not on_disk or facts.precision != "no":
         return
