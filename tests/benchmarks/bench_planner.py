@@ -1,12 +1,15 @@
 """The plan that is chosen against all candidates, each trained and timed on two CPU ranks.
 
-Run it with the packages on the path: ``python -m tests.benchmarks.bench_planner``. The chosen plan is to be within a tenth of the fastest that fits.
+Run it with the packages on the path: ``python -m tests.benchmarks.bench_planner --families conv,moe``. The chosen plan is to be within a tenth of the
+fastest that fits. One candidate of each family is measured twice: by what its two times differ, no smaller difference between plans can be read.
+Candidates of ddp and fsdp are measured; those of other backends are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,7 +26,7 @@ from drivetrain.memory import make_plans, measure_machine, profile_model
 
 STRATEGIES = ("ddp", "ddp-view", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 #: Family, samples per rank and step.
-MODELS = {"transformer": 16, "embedding": 256}
+MODELS = {"transformer": 16, "embedding": 256, "conv": 16, "moe": 8, "lora": 16}
 
 
 def candidates(family, share):
@@ -39,7 +42,8 @@ def seconds(config, steps):
     accelerator = cases.accelerator_for(config)
     torch.manual_seed(0)
     model = cases.MODELS[config.family]()
-    model, optimizer = accelerator.prepare(model, cases.OPTIMIZERS[config.optimizer](model.parameters()))
+    trained = (p for p in model.parameters() if p.requires_grad)
+    model, optimizer = accelerator.prepare(model, cases.OPTIMIZERS[config.optimizer](trained))
     batch = cases.batch_of(config.family, config.micro_batch)
     times = []
     for _ in range(steps):
@@ -54,15 +58,20 @@ def seconds(config, steps):
     return sorted(times[1:])[len(times[1:]) // 2]
 
 
-def choose(family, share, limit):
-    """What the planner takes on this machine, as a configuration, and all predictions."""
-    smallest = share // 2
-    profile = profile_model(cases.MODELS[family](), cases.batch_of(family, smallest), loss=cases.loss_of)
-    hardware = replace(measure_machine(torch.device("cpu"), devices=2), memory=limit)
+def looked_at(family, share):
+    """The model's profile, and this machine."""
+    profile = profile_model(cases.MODELS[family](), cases.batch_of(family, share // 2), loss=cases.loss_of)
+    return profile, measure_machine(torch.device("cpu"), devices=2)
+
+
+def choose(family, share, profile, hardware):
+    """What the planner takes on such hardware, as a configuration, and all predictions: bytes and seconds."""
     request = TrainingRequest(
-        batch_size=2 * share, micro_batches=(smallest, share), recompute=tuple(profile.timelines), headroom=0
+        batch_size=2 * share, micro_batches=(share // 2, share), recompute=tuple(profile.timelines), headroom=0
     )
-    report = make_plans(profile, hardware, request, keep=lambda p: not p.sync_each_batch)
+    report = make_plans(
+        profile, hardware, request, keep=lambda p: p.backend in ("ddp", "fsdp") and not p.sync_each_batch
+    )
     names = {("ddp", ""): "ddp", ("ddp", "gradients in buckets"): "ddp-view"}
 
     def config(plan):
@@ -73,25 +82,36 @@ def choose(family, share, limit):
     return None if report.best is None else config(report.best), found
 
 
+def rank_correlation(first, second):
+    """Spearman's: 1 where both order alike, -1 where they order the other way round. Equal values share their mean rank."""
+    ranks = [[sum(o < v for o in values) + sum(o <= v for o in values) for v in values] for values in (first, second)]
+    return statistics.correlation(*ranks)
+
+
 def on_rank(args):
-    rows = []
-    for family, share in MODELS.items():
+    """For each family: the choice under three limits of memory, all candidates' times, and the control's."""
+    results = []
+    for family in args.families.split(","):
+        share = MODELS[family]
         # Measured in turns: what else the machine does hits all alike.
         configs = list(candidates(family, share))
         times = {c: [] for c in configs}
+        control = []
         for _ in range(args.turns):
             for config in configs:
                 times[config].append(seconds(config, args.steps))
+            control.append(seconds(configs[0], args.steps))
         measured = {c: min(t) for c, t in times.items()}
-        _, found = choose(family, share, 10**12)
-        needs = sorted(peak for peak, _ in found.values())
+        profile, hardware = looked_at(family, share)
+        _, found = choose(family, share, profile, replace(hardware, memory=10**12))
+        needs = sorted(found[c][0] for c in configs)
+        choices = []
         for limit in (needs[-1], needs[len(needs) // 2], needs[0]):
-            best, _ = choose(family, share, limit)
+            best, _ = choose(family, share, profile, replace(hardware, memory=limit))
             fitting = {c: t for c, t in measured.items() if found[c][0] <= limit}
             fastest = min(fitting, key=fitting.get)
-            rows.append(
+            choices.append(
                 {
-                    "family": family,
                     "limit": limit,
                     "fit": len(fitting),
                     "chosen": asdict(best),
@@ -99,7 +119,35 @@ def on_rank(args):
                     "ratio": measured[best] / measured[fastest],
                 }
             )
-    return rows
+        results.append(
+            {
+                "family": family,
+                "choices": choices,
+                "candidates": [(asdict(c), found[c][1], measured[c]) for c in configs],
+                "correlation": rank_correlation([found[c][1] for c in configs], [measured[c] for c in configs]),
+                "control": min(control) / measured[configs[0]],
+            }
+        )
+    return results
+
+
+def show(results):
+    """Three tables: the choices, how well each family is ordered, and every candidate."""
+    print(
+        "| model | memory | candidates that fit | chosen | fastest measured | chosen / fastest |\n|---|---|---|---|---|---|"
+    )
+    for result in results:
+        for row in result["choices"]:
+            print(
+                f"| {result['family']} | {row['limit'] / 1e6:.0f} MB | {row['fit']} | {words(row['chosen'])} | {words(row['fastest'])} | {row['ratio']:.2f} |"
+            )
+    print("\n| model | rank correlation | the same candidate again |\n|---|---|---|")
+    for result in results:
+        print(f"| {result['family']} | {result['correlation']:.2f} | {result['control']:.2f} |")
+    print("\n| model | candidate | predicted, ms | measured, ms | measured / predicted |\n|---|---|---|---|---|")
+    for result in results:
+        for config, told, took in result["candidates"]:
+            print(f"| {result['family']} | {words(config)} | {told * 1e3:.1f} | {took * 1e3:.1f} | {took / told:.2f} |")
 
 
 def words(config):
@@ -110,31 +158,30 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=5, help="steps of each candidate in a turn")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--families", default=",".join(MODELS), help="families of models, with commas between them")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    unknown = set(args.families.split(",")) - set(MODELS)
+    if unknown:
+        parser.error(f"no family {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    if args.steps < 2:
+        parser.error("--steps is at least 2: the first one makes the optimizer's state and doesn't count")
     if args.out:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        rows = on_rank(args)
+        results = on_rank(args)
         if dist.get_rank() == 0:
-            Path(args.out).write_text(json.dumps(rows))
+            Path(args.out).write_text(json.dumps(results))
         dist.destroy_process_group()
         return
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
-        flags = [f"--steps={args.steps}", f"--turns={args.turns}", f"--out={out}"]
+        flags = [f"--steps={args.steps}", f"--turns={args.turns}", f"--families={args.families}", f"--out={out}"]
         done = subprocess.run([*launcher, f"{__package__}.bench_planner", *flags], capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stderr[-4000:])
-        rows = json.loads(out.read_text())
-    print(
-        "| model | memory | candidates that fit | chosen | fastest measured | chosen / fastest |\n|---|---|---|---|---|---|"
-    )
-    for row in rows:
-        print(
-            f"| {row['family']} | {row['limit'] / 1e6:.0f} MB | {row['fit']} | {words(row['chosen'])} | {words(row['fastest'])} | {row['ratio']:.2f} |"
-        )
+        show(json.loads(out.read_text()))
 
 
 if __name__ == "__main__":

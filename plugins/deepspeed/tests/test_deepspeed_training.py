@@ -426,19 +426,25 @@ def test_the_engines_own_checkpoints(workers: Workers, tmp_path: Any, stage: int
     assert differ(dict(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))), saved[0][0]) == 0
 
 
-def test_engines_leave_no_process_groups_behind(ranks):
+def test_engines_leave_nothing_behind(ranks):
+    """Neither themselves, nor process groups with their threads."""
+
     def run():
+        import gc
+
+        from deepspeed import DeepSpeedEngine
         from torch.distributed.distributed_c10d import _world
 
-        found = []
-        for stage in (1, 3, 1):
-            accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
-            model = torch.nn.Linear(4, 2)
-            loader = torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=2)
-            model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-            accelerator.end_training()
-            found.append(len(_world.pg_map))
+        def engines():
+            gc.collect()
+            return sum(isinstance(o, DeepSpeedEngine) for o in gc.get_objects())
+
+        found, before = [], engines()
+        for stage in (1, 2, 3, 3):
+            train(Case(), lambda **kw: Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage), **kw))
+            found.append((engines() - before, len(_world.pg_map)))
         return found
 
     for found in ranks.run(run):
-        assert len(set(found)) == 1
+        assert [alive for alive, _ in found] == [0] * 4
+        assert len({groups for _, groups in found}) == 1

@@ -154,6 +154,7 @@ class DeepSpeedBackend(Backend):
         for entry in self._prepared.values():
             if entry.engine is not None:
                 entry.engine.destroy()
+        communication.forget_modules()
         self._prepared.clear()
         self._places.clear()
         self._engines.clear()

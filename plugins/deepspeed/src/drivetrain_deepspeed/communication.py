@@ -11,12 +11,14 @@ import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.runtime import torch_autocast
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import groups
 
 from drivetrain.errors import EnvironmentDetectionError
 from drivetrain.specs import ProcessInfo
 
-__all__ = ["LocalRank", "choose_accelerator", "join", "leave"]
+__all__ = ["LocalRank", "choose_accelerator", "forget_modules", "join", "leave"]
 
 #: Is compiled whenever communication is set up (minutes), and used by inference alone.
 _UNUSED_OP = "deepspeed_shm_comm"
@@ -70,6 +72,18 @@ def leave() -> None:
         torch.distributed.destroy_process_group(group)
     groups._release_process_group_references()
     comm.comm.cdb = None
+
+
+def forget_modules() -> None:
+    """Empty what DeepSpeed keeps of models after their engines are destroyed: with them engines, weights and process groups would stay.
+
+    Stage 3 has a list of modules that are in their forward, at whose bottom each engine's model stays, and a cache of what is released when.
+    """
+    parameter_offload.FWD_MODULE_STACK.clear()
+    for function in vars(PartitionedParameterCoordinator).values():
+        for cell in getattr(function, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
 
 
 def _groups_of_deepspeed() -> list[torch.distributed.ProcessGroup]:
