@@ -12,7 +12,17 @@ from drivetrain.memory.timing import Traffic, seconds
 
 PROFILE = profile_of_counts(parameters=1e8, layers=4, hidden=512, sequence=128, precision="bf16")
 TIMELINE = PROFILE.timelines["none"]
-MORE = ("gathered", "scattered", "among_replicas", "collectives", "operations", "copied", "host", "stepped")
+MORE = (
+    "gathered",
+    "scattered",
+    "among_replicas",
+    "collectives",
+    "operations",
+    "copied",
+    "host",
+    "stepped",
+    "step_operations",
+)
 FASTER = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth")
 SLOWER = ("latency", "launch", "gather_factor", "scatter_factor")
 amounts = st.fixed_dictionaries({name: st.floats(0, 1e10) for name in MORE})

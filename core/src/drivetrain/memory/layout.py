@@ -38,6 +38,7 @@ class Layout:
         sync_each_batch: Gradients are reduced at each micro-batch. Otherwise whole gradients stay on each device until the last.
         unit_operations: Operations that the backend runs by itself whenever a unit is gathered, or its gradients are reduced.
         parameter_operations: The same for each parameter.
+        step_operations: The same for each of the optimizer's operations on a parameter, that operation included.
 
     Example:
         >>> Layout(strategy="ZeRO 1", shards=8, divides=frozenset({"optimizer"})).devices
@@ -63,6 +64,7 @@ class Layout:
     sync_each_batch: bool = False
     unit_operations: int = 0
     parameter_operations: int = 0
+    step_operations: int = 1
 
     @property
     def devices(self) -> int:
@@ -322,7 +324,7 @@ class _Memory:
         share = sum(self.reduced) / layout.shards if layout.divides & {"gradients"} else sum(self.reduced)
         traffic.reduce(share, max(1, len([r for r in self.reduced if r])), times=backwards)
         self._handle(traffic, accumulation, backwards)
-        traffic.stepped = (sum(self.whole) * 2 + self.profile.optimizer.state) * self.share
+        self._step(traffic)
         if "parameters" in layout.offload:
             passes = (2 if not layout.keeps_gathered else 1) * accumulation
             traffic.host += sum(self.gathered) / layout.shards * passes
@@ -330,6 +332,18 @@ class _Memory:
             traffic.host += sum(self.cut) * backwards
         traffic.steps_on_host = "optimizer" in layout.offload
         return traffic
+
+    def _step(self, traffic: Traffic) -> None:
+        """What the optimizer goes through. Without one kernel for all parameters each of its operations reads two tensors and writes one, for each parameter."""
+        optimizer, whole = self.profile.optimizer, sum(self.whole)
+        state = 2 * (2 * whole + optimizer.state)  # read and written once
+        if self.hardware.steps_at_once or "optimizer" in self.layout.offload:
+            traffic.stepped = state * self.share
+            traffic.step_operations = optimizer.operations if "optimizer" not in self.layout.offload else 0
+            return
+        traffic.stepped = max(state, 3 * optimizer.operations * whole) * self.share
+        parameters = sum(len(unit) for unit in self.trained)
+        traffic.step_operations = optimizer.operations * parameters * self.layout.step_operations
 
     def _handle(self, traffic: Traffic, accumulation: int, backwards: int) -> None:
         """What the backend does by itself: operations around units and parameters, copies into flat buffers and out of them."""

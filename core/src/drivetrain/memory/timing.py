@@ -30,7 +30,8 @@ class Traffic:
         operations: Operations that the backend runs by itself, around those of the model and its optimizer.
         copied: Bytes that it reads and writes in the device's memory: into flat buffers and out of them.
         host: Bytes that move between the device and the CPU's memory.
-        stepped: Bytes of parameters, gradients and state that the optimizer goes through.
+        stepped: Bytes of parameters, gradients and state that the optimizer reads and writes.
+        step_operations: Operations that it starts.
         steps_on_host: The optimizer steps in the CPU's memory.
 
     Example:
@@ -50,6 +51,7 @@ class Traffic:
     copied: float = 0.0
     host: float = 0.0
     stepped: float = 0.0
+    step_operations: float = 0.0
     steps_on_host: bool = False
 
     @property
@@ -125,5 +127,5 @@ def seconds(
     else:
         together = computing + sending + moving
     speed = hardware.host_bandwidth if traffic.steps_on_host else hardware.memory_bandwidth
-    operations = 0.0 if traffic.steps_on_host else profile.optimizer.operations * hardware.launch
-    return together + max(2 * traffic.stepped / speed, operations)
+    times = traffic.stepped / speed, traffic.step_operations * hardware.launch
+    return together + (max(times) if hardware.overlaps else sum(times))
