@@ -236,6 +236,8 @@ class BackendSpec(_Spec):
         exclusive: Its vendor's state is process-wide: a second Accelerator with other settings is refused.
         launch_environment: Variables that the launcher sets in children.
         distributed_type: Accelerate's name for it (a member of ``DistributedType``); empty where that is the device's.
+        adopts: A function ``(folder: Path) -> drivetrain.checkpoint.adopting.ForeignState | None``, ``"package.module:name"``, that reads checkpoints in the
+            vendor's own format for ``drivetrain checkpoint convert``; None for a folder that isn't one.
 
     Example:
         >>> BackendSpec(name="toy", target="toy.backend:ToyBackend").devices
@@ -248,6 +250,7 @@ class BackendSpec(_Spec):
     exclusive: bool = False
     launch_environment: Mapping[str, str] = field(default_factory=dict)
     distributed_type: str = ""
+    adopts: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

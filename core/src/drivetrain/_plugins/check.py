@@ -62,6 +62,10 @@ def _spec_problems(spec: AnySpec) -> Iterator[str]:
         report, problem = _load("report", spec.report)
         if problem or not callable(report):
             yield problem or f"report {spec.report!r} isn't a function"
+    if adopts := getattr(spec, "adopts", ""):
+        function, problem = _load("adopts", adopts)
+        if problem or not callable(function):
+            yield problem or f"adopts {adopts!r} isn't a function"
     for export in spec.exports:
         _, problem = _load("exports", export_target(spec, export.partition("=")[0]) or "")
         if problem:

@@ -59,6 +59,7 @@ def _text_problem(spec: AnySpec) -> str | None:
         "options": spec.options,
         "report": spec.report,
         "machine": getattr(spec, "machine", ""),
+        "adopts": getattr(spec, "adopts", ""),
     }
     for what, value in named.items():
         if value and not _TARGET.fullmatch(value):

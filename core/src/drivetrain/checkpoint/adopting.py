@@ -1,4 +1,4 @@
-"""Making a checkpoint of what Accelerate's ``save_state`` wrote, so that a training goes on from it."""
+"""Making a checkpoint of what another program saved, so that a training goes on from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from drivetrain.checkpoint.unpickling import load_plain
 from drivetrain.errors import CheckpointError
 from drivetrain.specs import CheckpointFormatSpec, ProcessInfo
 
-__all__ = ["Adopted", "adopt", "is_session"]
+__all__ = ["Adopted", "ForeignState", "adopt", "adopt_state", "is_session"]
 
 _RANK = re.compile(r"random_states_(\d+)\.pkl")
 
@@ -38,6 +38,63 @@ class Adopted:
 
     path: Path
     notes: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class ForeignState:
+    """What stood in the checkpoint of another program with one model and one optimizer; the function that a backend's ``adopts`` names gives it.
+
+    Args:
+        weights: Tensors by the names of the plain model; tied ones are one tensor.
+        optimizer: An optimizer's state by names of parameters, ``{"state": {name: values}, "param_groups": [{"params": [name]}]}``, or None without one.
+        by_position: The names in ``optimizer`` are positions of parameters, as texts.
+        schedulers: States of schedulers.
+        step: Optimizer steps so far.
+        world_size: Number of processes that saved it.
+        notes: What it lacks, in clauses.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, Any] | None = None
+    by_position: bool = False
+    schedulers: list[Any] = field(default_factory=list)
+    step: int = 0
+    world_size: int = 1
+    notes: list[str] = field(default_factory=list)
+
+
+def adopt_state(state: ForeignState, output: Path, *, step: int | None = None, epoch: int = 0) -> Adopted:
+    """Make a checkpoint of it.
+
+    Args:
+        state: What was read.
+        output: The checkpoint to be made.
+        step: Optimizer steps so far; default: what the state says.
+        epoch: The epoch to go on in.
+
+    Raises:
+        CheckpointError: If something in it can't be stored.
+
+    Example:
+        >>> import tempfile
+        >>> made = adopt_state(ForeignState(weights={"w": torch.ones(2)}, step=3), Path(tempfile.mkdtemp(), "first"))
+        >>> sorted(file.name for file in made.path.iterdir())
+        ['manifest.json', 'model.safetensors', 'rank_00000.json', 'state.json']
+    """
+    snapshot, summary, parts = Snapshot(), _summary(), {}
+    _add_weights(snapshot, summary, parts, 0, state.weights)
+    if state.optimizer is not None:
+        _add_optimizer(snapshot, summary, parts, 0, state.optimizer)
+        if not state.by_position:
+            summary["optimizers"][0].pop("by")
+    counters = {"step": state.step if step is None else step, "epoch": epoch}
+    summary["schedulers"] = ["?"] * len(state.schedulers)
+    objects = {f"scheduler[{i}]": s for i, s in enumerate(state.schedulers)}
+    _add_objects(snapshot, summary, parts, {**objects, "precision": {}}, counters)
+    add_own(snapshot, encode_parts({}), 0)  # nothing is known of single processes
+    path = _write(snapshot, output, counters, (0,), state.world_size)
+    notes = ["loaders and random generators start afresh: they aren't in such a directory", *state.notes]
+    return Adopted(path, notes)
 
 
 def is_session(folder: Path) -> bool:
@@ -68,30 +125,58 @@ def adopt(
     reader = _Reader(folder, progress or (lambda nbytes: None))
     snapshot, summary, parts = Snapshot(), _summary(), {}
     for i, weights in enumerate(reader.models()):
-        content = content_name("model", i)
-        tensors, aliases = without_aliases(weights)
-        metadata = {"format": "pt", **{a: kept for a, kept in aliases.items() if a != "format"}}
-        snapshot.tensors[content] = TensorFile(f"tensors:{content}", tensors, metadata)
-        summary["models"].append({"class": "?", "saved": True, "aliases": aliases})
-        parts[content] = encode({}, path=content)
+        _add_weights(snapshot, summary, parts, i, weights)
     optimizers = list(reader.numbered("optimizer", ".bin"))
     for i, state in enumerate(optimizers):
-        content = content_name("optimizer", i)
-        parts[content] = encode(_by_position(state), path=f"optimizer[{i}]")
-        snapshot.tensors[content] = TensorFile(f"tensors:{content}", dict(parts[content].tensors))
-        summary["optimizers"].append({"class": "?", "by": "position"})
+        _add_optimizer(snapshot, summary, parts, i, _by_position(state))
     counters = {"step": _step_of(optimizers) if step is None else step, "epoch": epoch}
-    parts["objects"] = _objects(reader, summary, counters)
-    if parts["objects"].tensors:
-        snapshot.tensors["objects"] = TensorFile("tensors:objects", dict(parts["objects"].tensors))
-    trees = {content: {"tree": e.tree, "inline": e.inline} for content, e in parts.items()}
-    snapshot.documents["state.json"] = Document("state", dumps({**summary, "parts": trees}))
+    _add_objects(snapshot, summary, parts, _objects(reader, summary), counters)
     ranks = reader.ranks()
     for rank in ranks:
         state = encode_parts({"rng": _generators(reader.read(f"random_states_{rank}.pkl"))}, inline_limit=64 << 10)
         add_own(snapshot, state, rank)
-    path = _write(snapshot, output, counters, ranks)
+    path = _write(snapshot, output, counters, ranks, len(ranks))
     return Adopted(path, reader.notes(step is None and counters["step"] == 0))
+
+
+def _add_weights(
+    snapshot: Snapshot,
+    summary: dict[str, Any],
+    parts: dict[str, Encoded],
+    index: int,
+    weights: Mapping[str, torch.Tensor],
+) -> None:
+    content = content_name("model", index)
+    tensors, aliases = without_aliases(weights)
+    metadata = {"format": "pt", **{a: kept for a, kept in aliases.items() if a != "format"}}
+    snapshot.tensors[content] = TensorFile(f"tensors:{content}", tensors, metadata)
+    summary["models"].append({"class": "?", "saved": True, "aliases": aliases})
+    parts[content] = encode({}, path=content)
+
+
+def _add_optimizer(
+    snapshot: Snapshot, summary: dict[str, Any], parts: dict[str, Encoded], index: int, state: Mapping[str, Any]
+) -> None:
+    content = content_name("optimizer", index)
+    parts[content] = encode(dict(state), path=f"optimizer[{index}]")
+    snapshot.tensors[content] = TensorFile(f"tensors:{content}", dict(parts[content].tensors))
+    summary["optimizers"].append({"class": "?", "by": "position"})
+
+
+def _add_objects(
+    snapshot: Snapshot,
+    summary: dict[str, Any],
+    parts: dict[str, Encoded],
+    objects: Mapping[str, Any],
+    counters: Mapping[str, int],
+) -> None:
+    """Everything else that all processes have in common, and the document that lists it all."""
+    encoded = encode_parts({**objects, "counters": dict(counters), "tracker_run_ids": {}, "facts": {}})
+    parts["objects"] = encoded
+    if encoded.tensors:
+        snapshot.tensors["objects"] = TensorFile("tensors:objects", dict(encoded.tensors))
+    trees = {content: {"tree": e.tree, "inline": e.inline} for content, e in parts.items()}
+    snapshot.documents["state.json"] = Document("state", dumps({**summary, "parts": trees}))
 
 
 class _Reader:
@@ -171,14 +256,13 @@ def _summary() -> dict[str, Any]:
     }
 
 
-def _objects(reader: _Reader, summary: dict[str, Any], counters: Mapping[str, int]) -> Encoded:
+def _objects(reader: _Reader, summary: dict[str, Any]) -> dict[str, Any]:
     schedulers = reader.numbered("scheduler", ".bin")
     custom = reader.custom_objects()
     summary["schedulers"], summary["custom_objects"] = ["?"] * len(schedulers), ["?"] * len(custom)
     objects = {f"scheduler[{i}]": state for i, state in enumerate(schedulers)}
     objects["precision"] = reader.read("scaler.pt") if (reader.folder / "scaler.pt").is_file() else {}
-    objects |= {f"custom_object[{i}]": state for i, state in enumerate(custom)}
-    return encode_parts({**objects, "counters": dict(counters), "tracker_run_ids": {}, "facts": {}})
+    return objects | {f"custom_object[{i}]": state for i, state in enumerate(custom)}
 
 
 def _by_position(state: Any) -> dict[str, Any]:
@@ -212,7 +296,9 @@ def _generators(saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write(snapshot: Snapshot, output: Path, counters: Mapping[str, int], ranks: tuple[int, ...]) -> Path:
+def _write(
+    snapshot: Snapshot, output: Path, counters: Mapping[str, int], ranks: tuple[int, ...], world_size: int
+) -> Path:
     format = SafetensorsFormat(CheckpointFormatSpec(name="safetensors", suffix=".safetensors"))
     path = output.absolute()
     transaction = Transaction(Agreement(ProcessInfo()), Target(path.parent, path.name))
@@ -221,7 +307,7 @@ def _write(snapshot: Snapshot, output: Path, counters: Mapping[str, int], ranks:
         entries = transaction.write(snapshot, format)
         about = {
             "format": "safetensors",
-            "world_size": len(ranks),
+            "world_size": world_size,
             "ranks": ranks,
             "run": uuid.uuid4().hex,
             "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -206,7 +206,10 @@ def _why_none(directory: Location) -> str:
         return "it doesn't exist"
     if not directory.is_dir():
         return "it is not a directory"
-    return f"it has no {MANIFEST} (the save didn't finish, or another program wrote it)"
+    return (
+        f"it has no {MANIFEST} (the save didn't finish, or another program wrote it: then "
+        "`drivetrain checkpoint convert` makes a checkpoint of it)"
+    )
 
 
 def _self_checksum(text: str) -> str:

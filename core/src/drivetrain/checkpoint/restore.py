@@ -314,7 +314,7 @@ def _apply(session: Session, source: Source, read: _Read) -> None:
     _put(session.set_tracker_run_ids, read.objects, "tracker_run_ids")
     _set_gradients(session, read.gradients)
     session.set_window_state(read.window)
-    if read.own is not None:  # last: whatever ran before may have drawn numbers
+    if read.own is not None and "rng" in read.own:  # last: whatever ran before may have drawn numbers
         session.set_rng_state(read.own["rng"])
 
 

@@ -11,6 +11,7 @@ import io
 import pickle
 import re
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,14 @@ _RECORDS = {
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)|Trying to call (?:reduce|instantiate)[^`]*`?([\w.]+)")
 
 
-def load_plain(source: Path | bytes, *, name: str = "") -> Any:
+def load_plain(source: Path | bytes, *, name: str = "", stand_ins: Mapping[str, type] | None = None) -> Any:
     """What ``torch.save`` wrote, if it is plain data, tensors and NumPy arrays; on the CPU, and from a file mapped where that goes.
 
     Args:
         source: A file, or its content.
         name: For messages.
+        stand_ins: Classes that are built instead of those that the file names, by their dotted names: plain ones, such as ``int`` for an enumeration.
+            What the file names is never imported.
 
     Raises:
         CheckpointError: If it holds anything else, or is damaged.
@@ -63,7 +66,9 @@ def load_plain(source: Path | bytes, *, name: str = "") -> Any:
     added = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()  # what others allow in this process isn't allowed here
     try:
-        with torch.serialization.safe_globals(_numpy_globals()):
+        with torch.serialization.safe_globals(
+            [*_numpy_globals(), *((kind, found) for found, kind in (stand_ins or {}).items())]
+        ):
             where = source if isinstance(source, Path) else io.BytesIO(source)
             return torch.load(where, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:

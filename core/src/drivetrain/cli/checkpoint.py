@@ -19,6 +19,7 @@ from drivetrain.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+    from drivetrain.checkpoint.adopting import ForeignState
     from drivetrain.checkpoint.source import Source
     from drivetrain.checkpoint.store import TensorStore
 
@@ -198,25 +199,29 @@ def diff(ctx: click.Context, first: Location, second: Location, tolerance: float
 @click.option("--step", type=click.IntRange(min=0), help="Optimizer steps so far; default: what the optimizers say.")
 @click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True, help="The epoch to go on in.")
 def convert(source: Path, output: Path, key: str, max_shard_size: str, step: int | None, epoch: int) -> None:
-    """Make safetensors of other programs' files, and a checkpoint of what Accelerate's save_state wrote.
+    """Make safetensors of other programs' files, and a checkpoint of a whole state that Accelerate or a backend's vendor saved.
 
     SOURCE is a file of torch.save (.bin, .pt, .pth, .ckpt), a directory with such files, a directory of torch's distributed
-    checkpoints, or a directory of Accelerate's save_state. Nothing that stands in them is run: they may hold plain data, tensors and
+    checkpoints, a directory of Accelerate's save_state, or a checkpoint in the own format of an installed backend's vendor. Nothing that stands in them is run: they may hold plain data, tensors and
     arrays, and are refused otherwise.
     """
-    from drivetrain.checkpoint.adopting import adopt, is_session
+    from drivetrain.checkpoint.adopting import adopt, adopt_state, is_session
     from drivetrain.checkpoint.export import parse_size, save_model
     from drivetrain.checkpoint.foreign import read_foreign_weights
 
     parse_size(max_shard_size)
-    whole = is_session(source)
+    session = is_session(source)
+    state = None if session else _foreign_state(source)
+    whole = session or state is not None
     if whole and key:
         raise CheckpointError(f"{source} is converted as a whole: leave out --key")
     if not whole and (step is not None or epoch):
         raise CheckpointError(f"{source} holds weights alone: leave out --step and --epoch")
     paths = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
     with _progress("reading", length=sum(p.stat().st_size for p in paths)) as bar:
-        if whole:
+        if state is not None:
+            adopted = adopt_state(state, output, step=step, epoch=epoch)
+        elif session:
             adopted = adopt(source, output, step=step, epoch=epoch, progress=bar.update)
         else:
             found = read_foreign_weights(source, key=key, progress=bar.update)
@@ -230,6 +235,21 @@ def convert(source: Path, output: Path, key: str, max_shard_size: str, step: int
         click.echo(f"left out: {shown}", err=True)
     for file in save_model(found.weights, str(output), max_shard_size=max_shard_size):
         click.echo(f"{file}{_size_of(file)}")
+
+
+def _foreign_state(source: Path) -> ForeignState | None:
+    """What a backend's vendor saved there; None if no installed backend knows the folder."""
+    from drivetrain._plugins import get_registry
+
+    if not source.is_dir():
+        return None
+    registry = get_registry()
+    for name, spec in registry.specs("backend").items():
+        if spec.adopts:
+            found: ForeignState | None = registry.load("backend", name, spec.adopts)(source)
+            if found is not None:
+                return found
+    return None
 
 
 def size_text(size: float) -> str:

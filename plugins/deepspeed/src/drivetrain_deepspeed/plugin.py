@@ -21,6 +21,7 @@ DEEPSPEED = BackendSpec(
         "DummyScheduler=drivetrain_deepspeed.dummies:DummyScheduler",
     ),
     report="drivetrain_deepspeed.report:report",
+    adopts="drivetrain_deepspeed.foreign:read_checkpoint",
     distributed_type="DEEPSPEED",
     exclusive=True,
     precisions=("fp32", "bf16", "fp16"),
