@@ -131,6 +131,18 @@ def test_what_is_kept_computes_in_float32_with_float32_weights(ranks, backend, p
         assert gradients["heads.0.linear.weight"] is torch.float32
 
 
+def test_a_batch_norm_alone_trains(ranks):
+    def run():
+        accelerator = Accelerator(cpu=True, backend="fsdp", mixed_precision="bf16")
+        model = nn.BatchNorm1d(8)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.backward(model(batches()[0]).pow(2).mean())
+        optimizer.step()
+        accelerator.end_training()
+
+    ranks.run(run)
+
+
 def test_a_kept_module_whose_weight_is_gathered_elsewhere_is_refused(ranks):
     def run():
         handlers = [PrecisionKwargs(keep_in_fp32=["2"])]

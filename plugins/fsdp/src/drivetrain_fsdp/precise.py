@@ -54,7 +54,7 @@ class Precise:
             with_statistics = {n: m for n, m in model.named_modules() if keeps_statistics(m)}
             for name, module in {**kept, **with_statistics}.items():
                 if module is model or not can_be_unit(module, ignored or set()):
-                    continue
+                    continue  # the model itself is a unit in any case
                 if shares_outside(model, module):
                     raise UnsupportedError(
                         f"{name} of {type(model).__name__} is to compute in float32 and shares a parameter with another module, with which it is gathered "
@@ -62,6 +62,8 @@ class Precise:
                     )
                 self._tops.append(module)
         self._inside = {id(m) for top in self._tops for m in top.modules()}
+        if keeps_statistics(model):
+            self._inside.add(id(model))
 
     def with_units(self, units: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
         """These units, and the modules that have to be units beside them; inner ones come first."""
