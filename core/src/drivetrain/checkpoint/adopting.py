@@ -81,7 +81,8 @@ def adopt_state(state: ForeignState, output: Path, *, step: int | None = None, e
         >>> sorted(file.name for file in made.path.iterdir())
         ['manifest.json', 'model.safetensors', 'rank_00000.json', 'state.json']
     """
-    snapshot, summary, parts = Snapshot(), _summary(), {}
+    snapshot, summary = Snapshot(), _summary()
+    parts: dict[str, Encoded] = {}
     _add_weights(snapshot, summary, parts, 0, state.weights)
     if state.optimizer is not None:
         _add_optimizer(snapshot, summary, parts, 0, state.optimizer)
@@ -123,7 +124,8 @@ def adopt(
         CheckpointError: If it can't be read, or a file holds more than plain data.
     """
     reader = _Reader(folder, progress or (lambda nbytes: None))
-    snapshot, summary, parts = Snapshot(), _summary(), {}
+    snapshot, summary = Snapshot(), _summary()
+    parts: dict[str, Encoded] = {}
     for i, weights in enumerate(reader.models()):
         _add_weights(snapshot, summary, parts, i, weights)
     optimizers = list(reader.numbered("optimizer", ".bin"))
