@@ -2,7 +2,7 @@
 
 Run it with the packages on the path: ``python -m tests.benchmarks.bench_planner --families conv,moe``. The chosen plan is to be within a tenth of the
 fastest that fits. One candidate of each family is measured twice: by what its two times differ, no smaller difference between plans can be read.
-Candidates of ddp and fsdp are measured; those of other backends are left out.
+Candidates of ddp and fsdp are measured, with ``--deepspeed`` those of ZeRO's stages instead, as plain as their planner writes them down.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from tests.integration import planner_cases as cases
 
+from drivetrain import Accelerator, ActivationCheckpointing, DeepSpeedPlugin
 from drivetrain.interfaces import TrainingRequest
 from drivetrain.memory import make_plans, measure_machine, profile_model
 
@@ -29,17 +30,30 @@ STRATEGIES = ("ddp", "ddp-view", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 MODELS = {"transformer": 16, "embedding": 256, "conv": 16, "moe": 8, "lora": 16}
 
 
-def candidates(family, share):
+def candidates(family, share, plans):
     """Each way to divide, recompute and accumulate."""
-    for strategy in STRATEGIES:
+    deepspeed = dict.fromkeys(c.strategy for c, p in plans.items() if p.backend == "deepspeed")
+    for strategy in deepspeed or STRATEGIES:
         for recompute in ("none", "all"):
             for accumulation in (1, 2):
                 yield cases.Config(family, strategy, recompute, share // accumulation, accumulation)
 
 
-def seconds(config, steps):
+def accelerator_for(config, plan):
+    """An Accelerator that trains so."""
+    if plan.backend != "deepspeed":
+        return cases.accelerator_for(config)
+    return Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=config.accumulation,
+        kwargs_handlers=[ActivationCheckpointing()] if config.recompute == "all" else [],
+        deepspeed_plugin=DeepSpeedPlugin(**plan.options),
+    )
+
+
+def seconds(config, steps, plan):
     """Median time of a step on this rank."""
-    accelerator = cases.accelerator_for(config)
+    accelerator = accelerator_for(config, plan)
     torch.manual_seed(0)
     model = cases.MODELS[config.family]()
     trained = (p for p in model.parameters() if p.requires_grad)
@@ -55,6 +69,7 @@ def seconds(config, steps):
                 optimizer.step()
                 optimizer.zero_grad()
         times.append(time.perf_counter() - started)
+    accelerator.end_training()
     return sorted(times[1:])[len(times[1:]) // 2]
 
 
@@ -64,22 +79,19 @@ def looked_at(family, share):
     return profile, measure_machine(torch.device("cpu"), devices=2)
 
 
-def choose(family, share, profile, hardware):
-    """What the planner takes on such hardware, as a configuration, and all predictions: bytes and seconds."""
+def choose(family, share, profile, hardware, backends):
+    """What the planner takes on such hardware, as a configuration, and all plans by theirs."""
     request = TrainingRequest(
         batch_size=2 * share, micro_batches=(share // 2, share), recompute=tuple(profile.timelines), headroom=0
     )
-    report = make_plans(
-        profile, hardware, request, keep=lambda p: p.backend in ("ddp", "fsdp") and not p.sync_each_batch
-    )
+    report = make_plans(profile, hardware, request, keep=lambda p: p.backend in backends and not p.sync_each_batch)
     names = {("ddp", ""): "ddp", ("ddp", "gradients in buckets"): "ddp-view"}
 
     def config(plan):
         strategy = names.get((plan.backend, plan.strategy), plan.strategy)
         return cases.Config(family, strategy, plan.recompute, plan.micro_batch, plan.accumulation)
 
-    found = {config(p): (p.peak_bytes, p.step_seconds) for p in report.plans}
-    return None if report.best is None else config(report.best), found
+    return None if report.best is None else config(report.best), {config(p): p for p in report.plans}
 
 
 def rank_correlation(first, second):
@@ -93,22 +105,23 @@ def on_rank(args):
     results = []
     for family in args.families.split(","):
         share = MODELS[family]
+        backends = ("deepspeed",) if args.deepspeed else ("ddp", "fsdp")
+        profile, hardware = looked_at(family, share)
+        _, plans = choose(family, share, profile, replace(hardware, memory=10**12), backends)
         # Measured in turns: what else the machine does hits all alike.
-        configs = list(candidates(family, share))
+        configs = list(candidates(family, share, plans))
         times = {c: [] for c in configs}
         control = []
         for _ in range(args.turns):
             for config in configs:
-                times[config].append(seconds(config, args.steps))
-            control.append(seconds(configs[0], args.steps))
+                times[config].append(seconds(config, args.steps, plans[config]))
+            control.append(seconds(configs[0], args.steps, plans[configs[0]]))
         measured = {c: min(t) for c, t in times.items()}
-        profile, hardware = looked_at(family, share)
-        _, found = choose(family, share, profile, replace(hardware, memory=10**12))
-        needs = sorted(found[c][0] for c in configs)
+        needs = sorted(plans[c].peak_bytes for c in configs)
         choices = []
         for limit in (needs[-1], needs[len(needs) // 2], needs[0]):
-            best, _ = choose(family, share, profile, replace(hardware, memory=limit))
-            fitting = {c: t for c, t in measured.items() if found[c][0] <= limit}
+            best, _ = choose(family, share, profile, replace(hardware, memory=limit), backends)
+            fitting = {c: t for c, t in measured.items() if plans[c].peak_bytes <= limit}
             fastest = min(fitting, key=fitting.get)
             choices.append(
                 {
@@ -123,8 +136,10 @@ def on_rank(args):
             {
                 "family": family,
                 "choices": choices,
-                "candidates": [(asdict(c), found[c][1], measured[c]) for c in configs],
-                "correlation": rank_correlation([found[c][1] for c in configs], [measured[c] for c in configs]),
+                "candidates": [(asdict(c), plans[c].step_seconds, measured[c]) for c in configs],
+                "correlation": rank_correlation(
+                    [plans[c].step_seconds for c in configs], [measured[c] for c in configs]
+                ),
                 "control": min(control) / measured[configs[0]],
             }
         )
@@ -159,6 +174,7 @@ def main():
     parser.add_argument("--steps", type=int, default=5, help="steps of each candidate in a turn")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--families", default=",".join(MODELS), help="families of models, with commas between them")
+    parser.add_argument("--deepspeed", action="store_true", help="DeepSpeed's candidates instead")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     unknown = set(args.families.split(",")) - set(MODELS)
@@ -177,7 +193,13 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
-        flags = [f"--steps={args.steps}", f"--turns={args.turns}", f"--families={args.families}", f"--out={out}"]
+        flags = [
+            *(["--deepspeed"] if args.deepspeed else []),
+            f"--steps={args.steps}",
+            f"--turns={args.turns}",
+            f"--families={args.families}",
+            f"--out={out}",
+        ]
         done = subprocess.run([*launcher, f"{__package__}.bench_planner", *flags], capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stderr[-4000:])

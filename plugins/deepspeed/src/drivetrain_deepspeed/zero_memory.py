@@ -74,6 +74,12 @@ class ZeroMemory:
         self.masters = round(4 * part) if stage or self.width < 4 else 0
         self.state = round(profile.optimizer.state * part / max(self.trained, 1))
         self.part_gradients = round(self.width * part)
+        sizes_of_trained = [p.numel for p in trained]
+        #: At stage 2 a process keeps gradients of all parameters of which a piece is its own, and keeps them whole.
+        self.touched_gradients = self.width * _touched(sizes_of_trained, self.devices)
+        # One that is larger than the bucket waits beside it until the next one comes.
+        waiting = sum(n for n in sorted(sizes_of_trained)[-2:] if n > sizes.bucket)
+        self.waiting = self.width * max(waiting, self.largest)
         at_once = hardware.steps_at_once and "optimizer" not in offload
         optimizer = profile.optimizer
         # Per element that is stepped on: DeepSpeed gives the optimizer one flat tensor.
@@ -157,8 +163,9 @@ class ZeroMemory:
             return self.width * self.trained + fresh if accumulates else made
         if self.stage == 3 or "gradients" in self.offload:
             return fresh
-        part = made // self.devices
-        return fresh + (self.part_gradients + part if accumulates else part)
+        # The part's gradients are there once a bucket was full, and are added to those of earlier micro-batches at the end.
+        part = self.touched_gradients if made > self.width * self.sizes.bucket else 0
+        return min(made, self.waiting) + part + (self.touched_gradients if accumulates else 0)
 
     def _gathered(self, unit: int) -> int:
         if self.stage < 3:
@@ -168,3 +175,16 @@ class ZeroMemory:
         live = min(sum(self.units), max(self.sizes.live, own))
         flat = max(own, min(self.sizes.prefetch, max(self.units)))
         return self.width * (live + flat)
+
+
+def _touched(sizes: list[int], processes: int) -> int:
+    """Elements of all parameters of which a piece belongs to a process: of the process with most, where all lie in one row that is cut into equal parts."""
+    part = sum(sizes) / max(processes, 1)
+    held = [0] * max(processes, 1)
+    start = 0
+    for size in sizes:
+        first, last = int(start // part), int((start + size - 1) // part)
+        for process in range(first, min(last, len(held) - 1) + 1):
+            held[process] += size
+        start += size
+    return max(held)
