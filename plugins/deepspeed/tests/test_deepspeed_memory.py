@@ -1,48 +1,78 @@
-"""Predicted memory of ZeRO's stages against what the C library has given out, on two real ranks.
+"""Predicted memory of ZeRO's stages against the tensors that are alive on two real ranks.
 
-Large blocks are mapped one by one (``mallopt``), so that the sum of the mapped ones is what tensors need, whoever frees them: torch's profiler
-doesn't see what threads of the communication library let go of. It is read after each operation.
+Measured is the sum of all storages that torch's operations have returned and that are still alive, after each operation of a later step. What kernels need
+for themselves (oneDNN's products in bf16) isn't in it, as it isn't in a prediction.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
+import random
 
 import pytest
 import torch
 from tests.integration.planner_cases import MODELS, OPTIMIZERS, batch_of, loss_of
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from drivetrain import Accelerator, DeepSpeedPlugin
+from drivetrain import Accelerator, ActivationCheckpointing, DeepSpeedPlugin
 from drivetrain.memory import Hardware, profile_model
 from drivetrain_deepspeed.zero_memory import Sizes, ZeroMemory
 
 pytestmark = [pytest.mark.full, pytest.mark.slow]
 
+#: The documentation has the table.
+SEED = 20261202
 BUCKET = 100_000
 SIZES = Sizes(bucket=BUCKET, prefetch=BUCKET, persistent=1000, live=2 * BUCKET)
+AXES = {
+    "stage": (1, 2, 3),
+    "precision": ("no", "bf16"),
+    "recompute": ("none", "all"),
+    "rows": (4, 16),
+    "steps": (1, 2),
+    "optimizer": tuple(OPTIMIZERS),
+}
 
 
-def mapped_bytes():
-    names = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
-
-    class MallInfo(ctypes.Structure):  # made where it is used: ranks get this function, and a structure can't be sent
-        _fields_ = [(name, ctypes.c_size_t) for name in names]
-
-    library = ctypes.CDLL("libc.so.6")
-    library.mallinfo2.restype = MallInfo
-    return library.mallinfo2().hblkhd
+def draw(seed, number):
+    """Configurations, each family equally often."""
+    chance = random.Random(seed)
+    found = []
+    while len(found) < number:
+        family = tuple(MODELS)[len(found) % len(MODELS)]
+        case = {"family": family} | {name: chance.choice(values) for name, values in AXES.items()}
+        if family == "embedding":
+            case["rows"] *= 16
+        if family == "conv":
+            case["precision"] = "no"  # DeepSpeed's bf16 rounds what batch norms count in float32
+        if case not in found:
+            found.append(case)
+    return found
 
 
 class Meter(TorchDispatchMode):
-    """Most mapped bytes after any operation."""
+    """Most bytes of storages alive after any operation, once it is switched on."""
 
-    peak = 0
+    def __init__(self):
+        super().__init__()
+        self.alive = {}
+        self.on, self.peak = False, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.peak = max(self.peak, mapped_bytes())
+        for tensor in tree_leaves((result,)):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                reference = StorageWeakRef(storage)
+                known = self.alive.get(reference.cdata)
+                if known is None or known[0].expired():
+                    self.alive[reference.cdata] = reference, storage.nbytes()
+        if self.on:
+            for key in [k for k, (reference, _) in self.alive.items() if reference.expired()]:
+                del self.alive[key]
+            self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
         return result
 
 
@@ -56,47 +86,48 @@ def document(stage, rows):
     return {"train_micro_batch_size_per_gpu": rows, "zero_optimization": zero}
 
 
-def measured(family, stage, rows, steps, optimizer):
-    """The smaller peak of two steps after the first one."""
-    plugin = DeepSpeedPlugin(hf_ds_config=document(stage, rows))
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, deepspeed_plugin=plugin)
-    library = ctypes.CDLL("libc.so.6")
-    library.mallopt(-3, 32768)  # M_MMAP_THRESHOLD, in bytes
-    library.mallopt(-4, 10**6)  # M_MMAP_MAX: so many blocks
+def measured(family, stage, precision, recompute, rows, steps, optimizer):
+    """The peak of the third step."""
     gc.collect()
-    before = mapped_bytes()  # DeepSpeed is imported
-    torch.manual_seed(0)
-    model = MODELS[family]()
-    model, optimizer = accelerator.prepare(
-        model, OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)
-    )
-    batch = batch_of(family, rows)
-    peaks = []
-    for _ in range(3):
-        with Meter() as meter:
+    with Meter() as meter:
+        accelerator = Accelerator(
+            cpu=True,
+            mixed_precision=precision,
+            gradient_accumulation_steps=steps,
+            kwargs_handlers=[ActivationCheckpointing()] if recompute == "all" else [],
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=document(stage, rows)),
+        )
+        torch.manual_seed(0)
+        model = MODELS[family]()
+        trained = (p for p in model.parameters() if p.requires_grad)
+        model, optimizer = accelerator.prepare(model, OPTIMIZERS[optimizer](trained))
+        batch = batch_of(family, rows)
+        for step in range(3):
+            meter.on = step == 2
             for _ in range(steps):
                 with accelerator.accumulate(model):
                     accelerator.backward(loss_of(model, batch))
                     optimizer.step()
                     optimizer.zero_grad()
-        peaks.append(meter.peak - before)
     accelerator.end_training()
-    return min(peaks[1:])
+    return meter.peak
 
 
-def predicted(family, stage, rows, steps, optimizer):
+def predicted(family, stage, precision, recompute, rows, steps, optimizer):
     torch.manual_seed(0)
-    profile = profile_model(MODELS[family](), batch_of(family, rows), optimizer=OPTIMIZERS[optimizer], loss=loss_of)
+    profile = profile_model(
+        MODELS[family](),
+        batch_of(family, rows),
+        optimizer=OPTIMIZERS[optimizer],
+        loss=loss_of,
+        precision=Accelerator(cpu=True, mixed_precision=precision, backend="single").backend.precision,
+        recompute={recompute: ActivationCheckpointing() if recompute == "all" else None},
+    )
     hardware = Hardware(name="cpu", memory=10**12, device="cpu", devices=2, devices_per_machine=2)
     memory = ZeroMemory(profile, hardware, stage=stage, offload=(), sizes=SIZES)
-    return sum(memory.peak(profile.timelines["none"], samples=rows, accumulation=steps)[1].values())
+    return sum(memory.peak(profile.timelines[recompute], samples=rows, accumulation=steps)[1].values())
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("family", "rows", "steps", "optimizer"),
-    [("transformer", 4, 1, "adamw"), ("conv", 16, 1, "sgd"), ("transformer", 16, 2, "sgd")],
-)
-def test_within_a_tenth(ranks, family, stage, rows, steps, optimizer):
-    for peak in ranks.run(measured, family, stage, rows, steps, optimizer):
-        assert predicted(family, stage, rows, steps, optimizer) == pytest.approx(peak, rel=0.1)
+@pytest.mark.parametrize("case", draw(SEED, 20), ids=lambda c: "-".join(map(str, c.values())))
+def test_within_a_tenth(ranks, case):
+    assert predicted(**case) == pytest.approx(max(ranks.run(lambda: measured(**case))), rel=0.1)

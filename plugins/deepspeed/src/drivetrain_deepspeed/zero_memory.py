@@ -75,7 +75,7 @@ class ZeroMemory:
         self.state = round(profile.optimizer.state * part / max(self.trained, 1))
         self.part_gradients = round(self.width * part)
         sizes_of_trained = [p.numel for p in trained]
-        #: At stage 2 a process keeps gradients of all parameters of which a piece is its own, and keeps them whole.
+        # Below stage 3 a process keeps gradients of all parameters of which a piece is its own, and keeps them whole.
         self.touched_gradients = self.width * _touched(sizes_of_trained, self.devices)
         # One that is larger than the bucket waits beside it until the next one comes.
         waiting = sum(n for n in sorted(sizes_of_trained)[-2:] if n > sizes.bucket)
@@ -130,6 +130,10 @@ class ZeroMemory:
                 )
         if self.stage == 1:
             yield "reduction", self._held(gradients=self.width * self.trained + self.part_gradients)
+        if self.stage in (1, 2) and not self.offload:
+            # They are made one flat tensor, which is then copied into float32, unless it is in that already.
+            flat = self.part_gradients if self.width < 4 else 0
+            yield "flat gradients", self._held(gradients=self.touched_gradients + flat + self.fresh)
         if "optimizer" not in self.offload:
             gradients = self.fresh + (self.width * self.trained if not self.stage else 0)
             yield "optimizer step", self._held(gradients=gradients, activations=self.temporaries)
