@@ -163,3 +163,17 @@ def test_arguments_are_understood_as_people_write_them(name, value, expected):
 def test_wrong_arguments_are_errors_that_name_the_setting(name, value):
     with pytest.raises(ConfigurationError, match=name):
         resolve_core({name: value}, environ={}, file=ConfigFile())
+
+
+@dataclass
+class Login(Options):
+    api_key: int = 0
+    port: int = 0
+
+
+def test_a_malformed_secret_is_not_repeated():
+    with pytest.raises(ConfigurationError, match=r"DRIVETRAIN_TOY_API_KEY='\(left out\)'") as caught:
+        resolve_options(Login, section="toy", environ={"DRIVETRAIN_TOY_API_KEY": "hunter2"}, file=ConfigFile())
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(ConfigurationError, match="DRIVETRAIN_TOY_PORT='many'"):
+        resolve_options(Login, section="toy", environ={"DRIVETRAIN_TOY_PORT": "many"}, file=ConfigFile())

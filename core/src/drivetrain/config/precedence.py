@@ -131,7 +131,11 @@ def _from_environment(cls: type[Options], name: str, key: str, text: str) -> Any
     try:
         return cls.convert(name, text, strict=False)
     except ConfigurationError as error:
-        raise ConfigurationError(f"{key}={text!r}: {error}") from None
+        from drivetrain.config.secrets import without_secrets  # on the way of an error alone
+
+        shown = without_secrets(key, text)
+        said = str(error) if shown == text else str(error).replace(text, shown)
+        raise ConfigurationError(f"{key}={shown!r}: {said}") from None
 
 
 def _from_file(cls: type[Options], name: str, value: Any, section: str, file: ConfigFile) -> Any:
