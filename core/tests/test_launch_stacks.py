@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -182,3 +183,10 @@ def test_the_users_line_is_preferred_over_a_librarys():
     )
     assert _stacks.where_in(text) == "/home/me/train.py:9 (step)"
     assert _stacks.where_in("") == ""
+
+
+@pytest.mark.parametrize("starter", ["_worker.py", "_function_rank.py"])
+def test_what_starts_a_rank_is_no_place(starter):
+    file = Path(_stacks.__file__).with_name(starter)
+    text = f'Current thread 0x1 (most recent call first):\n  File "{file}", line 9 in <module>\n'
+    assert _stacks.where_in(text) == ""

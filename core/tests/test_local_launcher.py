@@ -175,6 +175,11 @@ def test_the_first_failure_is_blamed_and_not_the_one_that_follows_from_it(run):
     # Rank 0 fails a moment later, as ranks do whose peer is gone, and both are over before the launcher looks.
     script = (
         "import os, time\n"
+        "from pathlib import Path\n"
+        "ready = [Path(__file__).with_name(f'ready{rank}') for rank in '01']\n"
+        "ready[int(os.environ['RANK'])].touch()\n"
+        "while not all(file.exists() for file in ready):\n"  # one may start long after the other
+        "    time.sleep(0.01)\n"
         "if os.environ['RANK'] == '0':\n"
         "    time.sleep(0.4)\n"
         "    raise RuntimeError('connection closed by peer')\n"

@@ -58,6 +58,6 @@ def test_one_that_runs_out_alone_says_so_and_does_not_hang(backend):
     """The others, in a collective, are ended by the launcher (here: by the pool)."""
     from drivetrain.testing.workers import RemoteError
 
-    with WorkerPool(2, timeout=90) as pool, pytest.raises((RemoteError, TimeoutError)) as caught:
+    with WorkerPool(2, timeout=90) as pool, pytest.raises(RemoteError) as caught:
         pool.run(alone, backend)
     assert "Memory ran out on rank 1, and the others didn't end their try within 20 seconds" in str(caught.value)

@@ -79,7 +79,7 @@ def where_in(stacks: str) -> str:
     threads = re.split(r"^(?=(?:Current thread|Thread) 0x)", stacks, flags=re.MULTILINE)
     main = threads[-1] if len(threads) > 1 else stacks  # Python lists the oldest thread last
     frames = re.findall(r'^\s+File "(.*)", line (\d+) in (.*)$', main, re.MULTILINE)
-    frames = [f for f in frames if not f[0].startswith("<frozen") and f[0] != _WORKER]
+    frames = [f for f in frames if not f[0].startswith("<frozen") and f[0] not in _STARTERS]
     own = [f for f in frames if is_users(f[0])]
     if not frames:
         return ""
@@ -124,3 +124,5 @@ def stacks_text(stacks: Mapping[int, str], silent: Mapping[int, str], *, why: st
 
 
 _WORKER = str(Path(__file__).with_name("_worker.py"))
+#: What starts a rank: nobody's line, also while the rank is still in it.
+_STARTERS = frozenset({_WORKER, str(Path(__file__).with_name("_function_rank.py"))})
