@@ -7,6 +7,7 @@ import contextlib
 import torch
 
 from drivetrain import Accelerator, DistributedDataParallelKwargs
+from drivetrain.rehearsal import record_collectives
 
 from . import effect
 
@@ -51,9 +52,9 @@ def all_reduces(steps=3, **options):
     """Collectives of the last of some backward passes, for a model with a mebibyte of weights in each layer."""
     with ddp(width=512, **options) as (accelerator, model):
         for _ in range(steps):
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            with record_collectives() as sent:
                 accelerator.backward(model(torch.ones(2, 512)).mean())
-        return sum(e.count for e in profiler.key_averages() if e.key == "gloo:all_reduce")
+        return sum(message.kind == "all_reduce" for message in sent)
 
 
 @effect("DistributedDataParallelKwargs.dim", (0, ["made"] * 2), (1, ["ConfigurationError"] * 2), ranks=2)
