@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+import types
 from typing import Any
 
 import pytest
@@ -300,6 +303,43 @@ def test_what_cannot_be_an_engine_is_refused() -> None:
         refused([a, sgd], {"hf_ds_config": document}, UnsupportedError, words)
     with pytest.raises(UnsupportedError, match="fp16"):
         make(mixed_precision="fp16")
+
+
+def on_some_disk(folder: str, free: int | None) -> str:
+    """On a rank: what is said of a folder that the second process can't use."""
+    accelerator = make(
+        deepspeed_plugin=DeepSpeedPlugin(
+            zero_stage=3,
+            offload_optimizer_device="nvme",
+            offload_optimizer_nvme_path=folder.format(rank=int(os.environ["RANK"])),
+            train_micro_batch_size_per_gpu=2,
+        )
+    )
+    model = torch.nn.Linear(4, 4)
+    usage = shutil.disk_usage
+    try:
+        if free is not None:
+            shutil.disk_usage = lambda _: types.SimpleNamespace(free=free)  # type: ignore[assignment, misc]
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    except ConfigurationError as error:
+        return str(error)
+    finally:
+        shutil.disk_usage = usage
+        accelerator.end_training()
+    return "nothing"
+
+
+def test_a_disk_that_takes_nothing_is_refused_by_all(workers: Workers, tmp_path: Any) -> None:
+    (tmp_path / "0").mkdir()
+    missing, again = workers(2).run(on_some_disk, str(tmp_path / "{rank}"), None)
+    assert missing == again
+    assert missing.startswith(f"offload_optimizer_nvme_path='{tmp_path / '1'}': there is no such folder. Make it")
+    assert "(on rank 1; " in missing
+    (tmp_path / "1").touch()
+    assert "is a file" in workers(2).run(on_some_disk, str(tmp_path / "{rank}"), None)[0]
+    full = workers(2).run(on_some_disk, str(tmp_path / "0"), 10)
+    assert len(set(full)) == 1
+    assert "Make room, or choose another disk" in full[0]
 
 
 def test_a_graph_is_run_once_at_stage_3() -> None:

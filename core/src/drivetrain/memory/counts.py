@@ -119,6 +119,7 @@ def profile_of_counts(
             name=optimizer,
             state=state,
             temporaries=2 * max(p.numel for p in held) * 4,
+            temporaries_alone=2 * max(p.numel for p in held) * 4,
             temporaries_at_once=count * 4,
             operations=15,
         ),

@@ -155,6 +155,7 @@ class OptimizerProfile:
         name: The optimizer's class.
         state: Bytes of its state.
         temporaries: Most bytes of temporaries in one step that goes from parameter to parameter.
+        temporaries_alone: The same in a step on the largest parameter alone: fewer, where a temporary of one parameter lives until the next one's is there.
         temporaries_at_once: The same in a step that works on all parameters at once, as on accelerators.
         operations: Number of operations of a step that works on all at once.
 
@@ -166,6 +167,7 @@ class OptimizerProfile:
     name: str = "none"
     state: int = 0
     temporaries: int = 0
+    temporaries_alone: int = 0
     temporaries_at_once: int = 0
     operations: int = 0
 

@@ -168,17 +168,25 @@ class _Run:
         with self._fakes() as copied:
             name, one_by_one = type(copied.optimizer).__name__, self._step(copied, at_once=False)
         with self._fakes() as copied:
+            alone = self._step(copied, at_once=False, alone=True)
+        with self._fakes() as copied:
             at_once = self._step(copied, at_once=True)
         return OptimizerProfile(
             name=name,
             state=one_by_one.state,
             temporaries=one_by_one.temporaries,
+            temporaries_alone=alone.temporaries,
             temporaries_at_once=round(at_once.temporaries * at_once.scale),
             operations=at_once.operations,
         )
 
-    def _step(self, copied: _Copied, *, at_once: bool) -> _Step:
+    def _step(self, copied: _Copied, *, at_once: bool, alone: bool = False) -> _Step:
         optimizer = copied.optimizer
+        if alone:
+            every = [p for group in optimizer.param_groups for p in group["params"]]
+            largest = max(every, key=torch.Tensor.numel, default=None)
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if p is largest]
         counts: dict[torch.Tensor, int] = {}
         everything = 0
         for group in optimizer.param_groups:

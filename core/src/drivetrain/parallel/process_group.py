@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.errors import ConfigurationError, EnvironmentDetectionError
 from drivetrain.parallel._frames import exchange
@@ -24,6 +25,9 @@ __all__ = ["ControlGroup", "ProcessGroupHandle", "barrier", "find_free_port", "i
 
 #: torch.distributed with the names that its type stubs leave out.
 _torch: Any = dist
+
+#: The store where the processes met last.
+_kept: list[Any] = []
 
 #: Backends that serve the CPU and, staged through it or directly, accelerators.
 _GENERAL = ("gloo", "mpi", "ucc", "fake")
@@ -127,26 +131,42 @@ def init_process_group(
     if dist.is_initialized():
         return _reuse(process, backend, device, timeout, init_method, debug)
     arguments: dict[str, Any] = {"timeout": _as_timedelta(timeout)} if timeout is not None else {}
-    if process.world_size == 1 and init_method is None:
-        arguments["store"] = dist.HashStore()  # type: ignore[attr-defined]  # nobody to meet: no address is needed
-    else:
-        arguments["init_method"] = _check_rendezvous(init_method or process.rendezvous, process)
+    method = ""  # nobody to meet: no address is needed
+    if process.world_size > 1 or init_method is not None:
+        method = _check_rendezvous(init_method or process.rendezvous, process)
     if device.type != "cpu" and device.index is not None and f"{device.type}:" in wanted:
         arguments["device_id"] = device  # collectives without tensors and new groups then know their device
     _check_backend(wanted)
     level = _raise_debug_level() if debug else None
     try:
-        dist.init_process_group(wanted, rank=process.rank, world_size=process.world_size, **arguments)
+        store = _meet(method, process, **arguments) if method else _torch.HashStore()
+        dist.init_process_group(wanted, rank=process.rank, world_size=process.world_size, store=store, **arguments)
     except RuntimeError as error:
         if level is not None:
             _torch.set_debug_level(level)
         raise EnvironmentDetectionError(
             f"Rank {process.rank} of {process.world_size} couldn't join the others at "
-            f"{arguments.get('init_method', 'its own store')} ({process.reason}): {error}\n"
+            f"{method or 'its own store'} ({process.reason}): {error}\n"
             "Check that every process was started, with the same address and world size and a rank of its own, and that the "
             "address can be reached from each machine."
         ) from error
     return ProcessGroupHandle(owned=True, backend=dist.get_backend_config(), level=level).destroy_at_exit()
+
+
+def _meet(method: str, process: ProcessInfo, **timeout: timedelta) -> Any:
+    """A store that all processes share, with nothing in it from earlier groups of theirs.
+
+    A launcher's store outlives a group, and so does the one that rank 0 opens, since it is kept: a process that is quick to make the next group would reach
+    it shortly before it closes. Processes find the addresses of the group before in a store that isn't empty (torch 2.13), and wait there for each other.
+    """
+    store, _, _ = next(rendezvous(method, process.rank, process.world_size, **timeout))
+    if timeout:
+        store.set_timeout(*timeout.values())
+    if not _kept:
+        atexit.register(_kept.clear)
+    _kept[:] = [store]
+    number = store.add(f"drivetrain/groups of rank {process.rank}", 1)
+    return _torch.PrefixStore(f"drivetrain/group {number}", store)
 
 
 def _raise_debug_level() -> Any:

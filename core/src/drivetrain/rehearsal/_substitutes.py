@@ -141,6 +141,7 @@ def _replacements(stage: Stage, rank: int, world_size: int, notes: Notes) -> dic
         return (lambda function: function) if model is None else model
 
     return {
+        "drivetrain.parallel.process_group:_meet": lambda *_, **__: FakeStore(),
         "torch.distributed:init_process_group": init_process_group,
         "torch.distributed.distributed_c10d:init_process_group": init_process_group,
         "torch.distributed:new_group": new_fake_group,

@@ -169,9 +169,16 @@ class Builder:
     # -- configuration ---------------------------------------------------------------------------------------------------------
 
     def _config(self, model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-        config = copy.deepcopy(resolve(self.backend.options, self._facts(model, optimizer)))
+        facts = self._facts(model, optimizer)
+        config = copy.deepcopy(resolve(self.backend.options, facts))
         check_config(config)
-        check_disk(config)
+        process = self.backend.context.process
+        check_disk(
+            config,
+            parameters=facts.parameter_count,
+            processes=process.world_size,
+            here=process.local_world_size,
+        )
         # Core's windows may be shorter than the configuration says, and core says where they end.
         micro = int(config["train_micro_batch_size_per_gpu"])
         config["gradient_accumulation_steps"] = 1

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from drivetrain.errors import ConfigurationError, EnvironmentDetectionError, UnsupportedError
+from drivetrain.parallel.object_collectives import all_gather_object
 
 __all__ = ["check_config", "check_disk", "check_engine", "check_model"]
 
@@ -100,14 +104,25 @@ def check_config(config: Config) -> None:
             raise UnsupportedError(f"DeepSpeed's configuration: {sentence}")
 
 
-def check_disk(config: Config) -> None:
-    """Refuse offload to a disk where DeepSpeed can't compile what it reads and writes with.
+def check_disk(config: Config, *, parameters: int = 0, processes: int = 1, here: int = 1) -> None:
+    """Refuse offload to a disk on which state can't be kept. Collective where there is such offload: what one process finds all raise.
+
+    Args:
+        config: A resolved configuration.
+        parameters: Number of the model's elements.
+        processes: Number of processes that divide them.
+        here: How many of these share this machine's disk.
 
     Raises:
-        EnvironmentDetectionError: With what to install.
+        ConfigurationError: For a folder that isn't there, or takes no files, or lies on a disk with too little room.
+        EnvironmentDetectionError: Where DeepSpeed can't compile what it reads and writes with; says what to install.
 
     Example:
         >>> check_disk({"zero_optimization": {"stage": 3}})
+        >>> check_disk({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nowhere"}}})
+        Traceback (most recent call last):
+        ...
+        drivetrain.errors.ConfigurationError: offload_param_nvme_path='/nowhere': there is no such folder. Make it, on a disk of each machine.
     """
     zero = config["zero_optimization"]
     used = [k for k in ("offload_optimizer", "offload_param") if (zero.get(k) or {}).get("device") == "nvme"]
@@ -115,11 +130,46 @@ def check_disk(config: Config) -> None:
         return
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise EnvironmentDetectionError(
-            f'{used[0]}_device="nvme": DeepSpeed reads and writes with libaio, and there are no headers of it. Install them (Debian: libaio-dev), with a C++ '
-            "compiler and ninja, or offload to the CPU."
+    found = ""
+    kind: type[ConfigurationError | EnvironmentDetectionError] = ConfigurationError
+    for key in used:
+        # At least: the weights in float32 for the optimizer, and in two bytes each for the computation.
+        least = (4 if key == "offload_optimizer" else 2) * parameters * here // processes
+        found = found or _unfit_folder(f"{key}_nvme_path", str(zero[key].get("nvme_path")), least)
+    if not found and not AsyncIOBuilder().is_compatible(verbose=False):
+        kind = EnvironmentDetectionError
+        found = (
+            f'{used[0]}_device="nvme": DeepSpeed reads and writes with libaio, and there are no headers of it. Install them (Debian: libaio-dev), with a '
+            "C++ compiler and ninja, or offload to the CPU."
         )
+    everywhere = all_gather_object((kind, found)) if processes > 1 else [(kind, found)]
+    failed = {rank: entry for rank, entry in enumerate(everywhere) if entry[1]}
+    if failed:
+        first, (kind, sentence) = min(failed.items(), key=lambda entry: entry[1][0] is not ConfigurationError)
+        where = (
+            ""
+            if len(failed) == len(everywhere)
+            else f" (on rank {first}; {len(failed)} of {len(everywhere)} found something)"
+        )
+        raise kind(sentence + where)
+
+
+def _unfit_folder(field: str, path: str, least: int) -> str:
+    """Why state can't be kept there, or nothing."""
+    folder = Path(path)
+    said = f"{field}={path!r}"
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "there is no such folder"
+        return f"{said}: {what}. Make it, on a disk of each machine."
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    except OSError as error:
+        return f"{said}: files can't be written there ({error.strerror}). Choose a folder that this user may write to, on a disk that isn't full."
+    free = shutil.disk_usage(folder).free
+    if free < least:
+        return f"{said}: {free / 1e9:.2f} GB are free there, and this machine's processes keep at least {least / 1e9:.2f} GB. Make room, or choose another disk."
+    return ""
 
 
 def check_model(model: torch.nn.Module, *, placement: bool, device: torch.device) -> None:

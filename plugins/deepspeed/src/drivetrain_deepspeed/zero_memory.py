@@ -86,7 +86,7 @@ class ZeroMemory:
         per_element = (
             optimizer.temporaries_at_once / max(self.trained, 1)
             if at_once
-            else optimizer.temporaries / max(self.largest, 1)
+            else (optimizer.temporaries_alone if stage else optimizer.temporaries) / max(self.largest, 1)
         )
         stepped = part if stage else (self.trained if at_once else self.largest)
         self.temporaries = round(per_element * stepped)
