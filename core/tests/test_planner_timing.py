@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.memory import Hardware, known_hardware, measure_machine, profile_of_counts
-from drivetrain.memory.timing import Traffic, seconds
+from drivetrain.memory import Hardware, Traffic, known_hardware, measure_machine, profile_of_counts, step_seconds
 
 PROFILE = profile_of_counts(parameters=1e8, layers=4, hidden=512, sequence=128, precision="bf16")
 TIMELINE = PROFILE.timelines["none"]
 MORE = (
     "gathered",
     "scattered",
+    "summed",
     "among_replicas",
     "collectives",
     "operations",
@@ -34,7 +34,7 @@ def hardware(device, **kwargs):
 
 
 def predict(traffic, devices):
-    return seconds(TIMELINE, Traffic(shards=4, **traffic), PROFILE, devices, micro_batch=4, accumulation=2)
+    return step_seconds(TIMELINE, Traffic(shards=4, **traffic), PROFILE, devices, micro_batch=4, accumulation=2)
 
 
 @given(amounts, st.sampled_from(MORE), st.floats(1, 1e10), devices)
@@ -63,7 +63,7 @@ def test_a_slow_scatter_counts_for_what_is_scattered_alone():
     scattered.scatter(1e9, 1, times=1)
     gathered.gather(1e9, 1, times=1)
     arguments = {"micro_batch": 1, "accumulation": 1}
-    apart = seconds(TIMELINE, scattered, PROFILE, slow, **arguments) - seconds(
+    apart = step_seconds(TIMELINE, scattered, PROFILE, slow, **arguments) - step_seconds(
         TIMELINE, gathered, PROFILE, slow, **arguments
     )
     assert apart == pytest.approx(2 * 0.5e9 / slow.link_bandwidth)

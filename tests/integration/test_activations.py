@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from drivetrain import Accelerator, ActivationCheckpointing, FullyShardedDataParallelPlugin
+from drivetrain import Accelerator, ActivationCheckpointing, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from drivetrain.errors import ConfigurationError
 from drivetrain.memory import checkpoint_activations
 from drivetrain.testing.training import whole
@@ -39,6 +39,7 @@ BACKENDS = {
     "single": {"backend": "single"},
     "ddp": {"backend": "ddp"},
     "fsdp": {"fsdp_plugin": FullyShardedDataParallelPlugin()},
+    **{f"ZeRO {stage}": {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage)} for stage in range(4)},
 }
 
 

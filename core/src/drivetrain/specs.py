@@ -71,6 +71,8 @@ class Capability(str, enum.Enum):
     ITEM_WEIGHTS = "item-weights"
     #: Processes form a mesh of several dimensions (``ParallelismConfig``): replicas, shards, tensor and context parallel.
     DEVICE_MESH = "device-mesh"
+    #: Its options may be several, in a dict by name: one counts, until ``accelerator.state.select_<keyword>(name)`` selects another.
+    NAMED_OPTIONS = "named-options"
 
     def __str__(self) -> str:
         return self.value

@@ -25,7 +25,8 @@ class AcceleratorState(ProcessControl):
     """One Accelerator's settings under Accelerate's names: ``accelerator.state``.
 
     A view of that Accelerator and not a singleton, so several with different settings live side by side. An attribute that is the
-    keyword of an options object (``accepts`` of its spec) gives that object where the Accelerator has one, else None.
+    keyword of an options object (``accepts`` of its spec) gives that object where the Accelerator has one, else None. Where a backend takes several
+    by name, as DeepSpeed does, ``state.select_deepspeed_plugin("teacher")`` selects one for what is prepared next, ``state.deepspeed_plugins`` has all.
 
     Args:
         accelerator: Whose settings.
@@ -76,7 +77,18 @@ class AcceleratorState(ProcessControl):
         if name.startswith("_"):
             raise AttributeError(name)
         parts = self._accelerator._parts
-        found = parts.registry.accepts().get(name)
+        backend, accepts = parts.plan.backend, parts.registry.accepts()
+        named = parts.plan.named_options_of(backend)
+        for keyword in (k for k, owner in accepts.items() if owner == ("backend", backend.name)):
+            several = {
+                f"{keyword}s": named or None,
+                f"select_{keyword}": parts.backend.select_options,
+                f"get_{keyword}": named.__getitem__,
+                keyword: parts.backend.selected_options,
+            }
+            if name in several:
+                return several[name]
+        found = accepts.get(name)
         if found is None:
             raise AttributeError(f"accelerator.state has no attribute {name!r}.")
         return parts.plan.options_of(parts.registry.get(*found))

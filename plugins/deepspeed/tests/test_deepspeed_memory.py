@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from drivetrain import Accelerator, ActivationCheckpointing, DeepSpeedPlugin
 from drivetrain.memory import Hardware, profile_model
-from drivetrain_deepspeed.zero_memory import Sizes, ZeroMemory
+from drivetrain_deepspeed.sizes import Sizes
+from drivetrain_deepspeed.zero_memory import ZeroMemory
 
 pytestmark = [pytest.mark.full, pytest.mark.slow]
 

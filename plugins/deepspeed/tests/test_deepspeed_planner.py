@@ -14,7 +14,8 @@ from drivetrain.memory import Hardware, known_hardware, make_plans, profile_of_c
 from drivetrain_deepspeed.checking import check_document
 from drivetrain_deepspeed.config import Facts, resolve
 from drivetrain_deepspeed.options import DeepSpeedPlugin
-from drivetrain_deepspeed.zero_memory import Sizes, ZeroMemory
+from drivetrain_deepspeed.sizes import Sizes
+from drivetrain_deepspeed.zero_memory import ZeroMemory
 
 COUNTS = {"parameters": 9e8, "layers": 16, "hidden": 2048, "sequence": 512}
 #: Before it are the command's own words.

@@ -6,13 +6,14 @@ import copy
 import os
 import shutil
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from drivetrain import Accelerator
+from drivetrain import Accelerator, FullyShardedDataParallelPlugin
 from drivetrain.errors import ConfigurationError, NotPreparedError, UnsupportedError
 from drivetrain.testing.pairwise import pairwise
 from drivetrain.testing.pytest_plugin import Workers
@@ -194,6 +195,63 @@ def test_two_engines_that_train_through_each_other(workers: Workers) -> None:
                 assert differ(mine, dict(theirs.state_dict())) < 2e-6, stage
 
 
+def distilled() -> dict[str, Any]:
+    """On a rank: a student at stage 2 learns from a frozen teacher at stage 3."""
+    plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
+    accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins)
+    try:
+        student, teacher = torch.nn.Linear(6, 4), torch.nn.Linear(6, 4)
+        _fill(student, teacher)
+        optimizer = torch.optim.AdamW(student.parameters(), lr=0.02, eps=1e-2)
+        state = accelerator.state
+        student, optimizer = accelerator.prepare(student, optimizer)
+        state.select_deepspeed_plugin("teacher")
+        selected = state.deepspeed_plugin is state.get_deepspeed_plugin("teacher") is state.deepspeed_plugins["teacher"]
+        teacher = accelerator.prepare(teacher)
+        stages = [student.zero_optimization_stage(), teacher.zero_optimization_stage()]
+        x = rows(accelerator)["x"]
+        for _ in range(3):
+            accelerator.backward((student(x) - teacher(x).detach()).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        explained = {row.name: row.value for row in accelerator.plan.rows()}
+        return {
+            "weights": weights(accelerator, student),
+            "stages": stages,
+            "selected": selected,
+            "explained": explained.get("DeepSpeedPlugin['teacher'].zero_stage"),
+        }
+    finally:
+        accelerator.end_training()
+
+
+def test_engines_of_different_configurations(workers: Workers) -> None:
+    """As Accelerate's dict of plugins: the first counts, until another is selected."""
+    student, teacher = torch.nn.Linear(6, 4), torch.nn.Linear(6, 4)
+    _fill(student, teacher)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=0.02, eps=1e-2)
+    for _ in range(3):
+        plain_step(student, optimizer, (student(BATCH["x"]) - teacher(BATCH["x"]).detach()).pow(2).mean())
+    for found in workers(2).run(distilled):
+        assert (found["stages"], found["selected"], found["explained"]) == ([2, 3], True, "3")
+        assert differ(found["weights"], dict(student.state_dict())) < 2e-6
+
+
+def test_plugins_that_cannot_be_together_are_refused() -> None:
+    two = {"a": DeepSpeedPlugin(gradient_accumulation_steps=2), "b": DeepSpeedPlugin(gradient_accumulation_steps=4)}
+    with pytest.raises(ConfigurationError, match="=2 .*=4 contradict each other"):
+        Accelerator(cpu=True, deepspeed_plugin=two)
+    for wrong, words in (({}, "one object or more"), ({"a": 3}, "takes a DeepSpeedPlugin, not a int")):
+        with pytest.raises(ConfigurationError, match=words):
+            Accelerator(cpu=True, deepspeed_plugin=wrong)
+    with pytest.raises(ConfigurationError, match="takes a FullyShardedDataParallelPlugin, not a dict"):
+        Accelerator(cpu=True, fsdp_plugin={"a": FullyShardedDataParallelPlugin()})
+    accelerator = make(zero_stage=2)
+    with pytest.raises(ConfigurationError, match="called 'b'. The Accelerator was given one object"):
+        accelerator.state.select_deepspeed_plugin("b")
+    accelerator.end_training()
+
+
 def losses_of_one_forward(stage: int, offload: str) -> dict[str, torch.Tensor]:
     """On a rank: one forward and three backwards in each of two micro-batches."""
     accelerator = make(zero_stage=stage, gradient_accumulation_steps=2, offload_optimizer_device=offload)
@@ -305,18 +363,12 @@ def test_what_cannot_be_an_engine_is_refused() -> None:
         make(mixed_precision="fp16")
 
 
-def on_some_disk(folder: str, free: int | None) -> str:
-    """On a rank: what is said of a folder that the second process can't use."""
-    accelerator = make(
-        deepspeed_plugin=DeepSpeedPlugin(
-            zero_stage=3,
-            offload_optimizer_device="nvme",
-            offload_optimizer_nvme_path=folder.format(rank=int(os.environ["RANK"])),
-            train_micro_batch_size_per_gpu=2,
-        )
-    )
+def on_some_disk(here: str, free: int | None = None) -> str:
+    """On a rank, which has a folder of its own as a machine would: what is said of the folder "swap" in it."""
+    before, usage = Path.cwd(), shutil.disk_usage
+    os.chdir(Path(here) / os.environ["RANK"])
+    accelerator = make(zero_stage=3, offload_optimizer_device="nvme", offload_optimizer_nvme_path="swap")
     model = torch.nn.Linear(4, 4)
-    usage = shutil.disk_usage
     try:
         if free is not None:
             shutil.disk_usage = lambda _: types.SimpleNamespace(free=free)  # type: ignore[assignment, misc]
@@ -325,19 +377,24 @@ def on_some_disk(folder: str, free: int | None) -> str:
         return str(error)
     finally:
         shutil.disk_usage = usage
+        os.chdir(before)
         accelerator.end_training()
     return "nothing"
 
 
-def test_a_disk_that_takes_nothing_is_refused_by_all(workers: Workers, tmp_path: Any) -> None:
-    (tmp_path / "0").mkdir()
-    missing, again = workers(2).run(on_some_disk, str(tmp_path / "{rank}"), None)
+def test_a_disk_that_takes_nothing_is_refused_by_all(workers: Workers, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+    (tmp_path / "0" / "swap").mkdir()
+    missing, again = workers(2).run(on_some_disk, str(tmp_path))
     assert missing == again
-    assert missing.startswith(f"offload_optimizer_nvme_path='{tmp_path / '1'}': there is no such folder. Make it")
+    assert missing.startswith("offload_optimizer_nvme_path='swap': there is no such folder. Make it")
     assert "(on rank 1; " in missing
-    (tmp_path / "1").touch()
-    assert "is a file" in workers(2).run(on_some_disk, str(tmp_path / "{rank}"), None)[0]
-    full = workers(2).run(on_some_disk, str(tmp_path / "0"), 10)
+    (tmp_path / "1" / "swap").touch()
+    assert "is a file" in workers(2).run(on_some_disk, str(tmp_path))[0]
+    (tmp_path / "1" / "swap").unlink()
+    (tmp_path / "1" / "swap").mkdir()
+    full = workers(2).run(on_some_disk, str(tmp_path), 10)
     assert len(set(full)) == 1
     assert "Make room, or choose another disk" in full[0]
 

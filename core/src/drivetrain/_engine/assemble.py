@@ -172,6 +172,7 @@ def make_backend(registry: Registry, plan: PreparePlan, device: Device) -> Backe
         torch_device=torch_device,
         precision=precision,
         options=plan.options_of(plan.backend),
+        named_options=plan.named_options_of(plan.backend),
         handlers=plan.options,
         gradient_accumulation_steps=plan.settings.gradient_accumulation_steps,
         debug=plan.settings.debug,

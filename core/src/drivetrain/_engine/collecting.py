@@ -18,6 +18,7 @@ from drivetrain.config.precedence import check_section, resolve_options
 from drivetrain.config.sections import CORE_OPTIONS, OTHER_SECTIONS
 from drivetrain.config.settings import CoreSettings, variable
 from drivetrain.errors import ConfigurationError
+from drivetrain.specs import Capability
 
 __all__ = ["Given", "GivenOptions", "OptionResolver", "Sections", "collect_options"]
 
@@ -45,6 +46,7 @@ class Given(NamedTuple):
         section: Name of its section in files and variables.
         kind: Kind of the spec that it belongs to; empty for core's own.
         name: Name of that spec.
+        named: Where a dict of several was given, all of them by name; ``value`` is the first.
     """
 
     slot: str
@@ -53,6 +55,7 @@ class Given(NamedTuple):
     section: str
     kind: str = ""
     name: str = ""
+    named: Mapping[str, Any] = {}
 
 
 class GivenOptions(msgspec.Struct, frozen=True):
@@ -123,11 +126,24 @@ def _identify(arguments: Arguments, registry: CatalogView) -> Iterator[Given]:
         else:
             kind, spec = _acceptor(keyword, registry, own)
             expected = class_name(spec.options or "")
-            given = _owner(value, keyword, registry, expected)
+            named = _named(value, keyword, spec) if isinstance(value, Mapping) else {}
+            for other in named.values():
+                if class_name(spec.options or "") != _owner(other, keyword, registry, expected).slot:
+                    raise ConfigurationError(f"{keyword}= takes a {expected}, not a {type(other).__name__}.")
+            given = _owner(next(iter(named.values()), value), keyword, registry, expected)._replace(named=named)
             fits = (given.kind, given.name) == (kind, spec.name)
         if not fits:
             raise ConfigurationError(f"{keyword}= takes a {expected}, not a {type(value).__name__}.")
         yield given
+
+
+def _named(value: Mapping[str, Any], keyword: str, spec: Any) -> Mapping[str, Any]:
+    """The entries of a dict of options, where the spec takes one."""
+    if Capability.NAMED_OPTIONS not in getattr(spec, "capabilities", ()):
+        raise ConfigurationError(f"{keyword}= takes a {class_name(spec.options or '')}, not a {type(value).__name__}.")
+    if not value or not all(isinstance(name, str) for name in value):
+        raise ConfigurationError(f"{keyword}= as a dict takes one object or more, with a name for each.")
+    return dict(value)
 
 
 def _acceptor(keyword: str, registry: CatalogView, own: Mapping[str, str]) -> tuple[str, Any]:
@@ -193,6 +209,7 @@ class OptionResolver:
         self._environ = environ
         self._file = file
         self.options: dict[str, Any] = {}
+        self.named: dict[str, dict[str, Any]] = {}
         self.origins: dict[str, Origin] = {}
 
     def core(self) -> None:
@@ -225,8 +242,12 @@ class OptionResolver:
             # A class of the plugin's own making: only Python can set it.
             self.options[slot] = cls() if given is None else value
             return
-        resolved = resolve_options(cls, section=section, given=value, environ=self._environ, file=self._file)
+        resolve = functools.partial(resolve_options, section=section, environ=self._environ, file=self._file)
+        resolved = resolve(cls, given=value)
         self.options[slot] = resolved.value
+        if given is not None and given.named:
+            others = {name: resolve(type(other), given=other).value for name, other in given.named.items()}
+            self.named[slot] = {**others, next(iter(others)): resolved.value}
         for name, origin in resolved.origins.items():
             self.origins[f"{slot}.{name}"] = Origin(origin.source, f"{slot}(...)") if origin == EXPLICIT else origin
 

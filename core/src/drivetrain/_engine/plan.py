@@ -178,6 +178,7 @@ class PreparePlan(msgspec.Struct, frozen=True, kw_only=True):
         checkpoint_format: How checkpoints are stored.
         settings: Core's settings.
         options: Options objects by name of their class: those of chosen specs, and core's where any source says something.
+        named_options: Where several options objects of a backend were given, by class and name; the first of them is in ``options``.
         origins: Where each value came from: ``"cpu"``, ``"GradScalerKwargs.init_scale"``.
         choices: What was chosen, and why.
         rejections: What was not chosen, and why.
@@ -194,6 +195,7 @@ class PreparePlan(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_format: CheckpointFormatSpec
     settings: CoreSettings
     options: Mapping[str, Any]
+    named_options: Mapping[str, Mapping[str, Any]] = {}
     origins: Mapping[str, Origin]
     choices: tuple[Choice, ...] = ()
     rejections: tuple[Rejection, ...] = ()
@@ -209,6 +211,10 @@ class PreparePlan(msgspec.Struct, frozen=True, kw_only=True):
         """The options object of a chosen spec, None if the spec has none."""
         return None if spec.options is None else self.options.get(class_name(spec.options))
 
+    def named_options_of(self, spec: Any) -> Mapping[str, Any]:
+        """The options objects of a chosen spec by name, where several were given."""
+        return self.named_options.get(class_name(spec.options or ""), {})
+
     def rows(self) -> list[Row]:
         """The plan as lines: what was chosen, every setting with its origin, what was rejected, what has no effect. Without secrets."""
         rows = [Row("chosen", c.kind, _with_plugin(c), _because(c)) for c in self.choices]
@@ -218,6 +224,10 @@ class PreparePlan(msgspec.Struct, frozen=True, kw_only=True):
             for name, value in _fields(options).items():
                 origin = self.origins.get(f"{cls}.{name}", DEFAULT)
                 rows.append(Row("options", f"{cls}.{name}", _text(value, name), str(origin)))
+        for cls, named in sorted(self.named_options.items()):
+            for key, options in list(named.items())[1:]:
+                for name, value in options.explicit().items():
+                    rows.append(Row("options", f"{cls}[{key!r}].{name}", _text(value, name), "argument"))
         rows.extend(Row("rejected", f"{r.kind} {r.name}", "", r.reason) for r in self.rejections)
         rows.extend(Row("notes", "", "", note) for note in self.notes)
         return rows
@@ -258,6 +268,10 @@ class PreparePlan(msgspec.Struct, frozen=True, kw_only=True):
                 cls: {name: _plain(value) for name, value in _fields(options).items()}
                 for cls, options in sorted(self.options.items())
                 if cls not in _LOCAL_OPTIONS
+            },
+            "named options": {
+                cls: {key: {name: _plain(value) for name, value in _fields(o).items()} for key, o in named.items()}
+                for cls, named in sorted(self.named_options.items())
             },
         }
 

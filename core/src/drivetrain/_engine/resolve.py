@@ -105,6 +105,7 @@ def resolve(
         checkpoint_format=checkpoint_format,
         settings=core.value,
         options=options.options,
+        named_options=options.named,
         origins={**core.origins, **options.origins},
         choices=tuple(chooser.choices),
         rejections=tuple(chooser.rejections),
@@ -173,8 +174,11 @@ def _link_backend(
     if spec is None or spec.options is None:
         return core
     options.spec("backend", spec, registry)
-    said = options.options[class_name(spec.options)]
-    for setting, (value, place) in said.settings().items() if isinstance(said, Options) else ():
+    slot = class_name(spec.options)
+    every = options.named.get(slot, {"": options.options[slot]}).values()
+    for setting, (value, place) in (
+        pair for said in every if isinstance(said, Options) for pair in said.settings().items()
+    ):
         present, origin = getattr(core.value, setting), core.origins[setting]
         if origin == DEFAULT:
             core = Resolved(

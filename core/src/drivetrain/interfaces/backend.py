@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from drivetrain.errors import UnsupportedError
+from drivetrain.errors import ConfigurationError, UnsupportedError
 from drivetrain.interfaces.device import Device
 from drivetrain.interfaces.precision import Precision
 from drivetrain.specs import BackendSpec, Capability, ProcessInfo
@@ -44,6 +44,7 @@ class BackendContext:
         torch_device: Where this process computes.
         precision: Dtype and scaling; the backend owns it and decides where it applies.
         options: The backend's own options object (of ``spec.options``), or None if the spec has none.
+        named_options: Where several were given, all of them by name; ``options`` is the first.
         handlers: Other options objects that the user gave, by class name (``InitProcessGroupKwargs``, ``AutocastKwargs``).
         gradient_accumulation_steps: Micro-batches per window.
         debug: Collectives are to be checked as thoroughly as can be, at the cost of speed.
@@ -57,6 +58,7 @@ class BackendContext:
     torch_device: torch.device
     precision: Precision
     options: Any = None
+    named_options: Mapping[str, Any] = field(default_factory=dict)
     handlers: Mapping[str, Any] = field(default_factory=dict)
     gradient_accumulation_steps: int = 1
     debug: bool = False
@@ -113,6 +115,8 @@ class Backend:
         # What took the place of a parameter, for as long as something (an optimizer) holds that one.
         self._successors: Any = WeakTensorKeyDictionary()
         self._earlier: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        #: The options that count for what is prepared next.
+        self.selected_options = context.options
 
     # -- processes ---------------------------------------------------------------------------------------------------------
 
@@ -122,6 +126,22 @@ class Backend:
 
     def teardown(self) -> None:
         """Undo `setup`; called by ``end_training``. Idempotent."""
+
+    def select_options(self, name: str) -> None:
+        """Let others of the options that were given by name count, for what is prepared from now on.
+
+        Raises:
+            ConfigurationError: If none has that name.
+        """
+        named = self.context.named_options
+        if name not in named:
+            known = (
+                f"There are {', '.join(map(repr, named))}."
+                if named
+                else "The Accelerator was given one object, not a dict of several."
+            )
+            raise ConfigurationError(f"No options of the backend {self.spec.name!r} are called {name!r}. {known}")
+        self.selected_options = named[name]
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:

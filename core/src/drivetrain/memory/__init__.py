@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from drivetrain.memory.profile import ModelProfile, Moment, OptimizerProfile, ParameterProfile, Stretch, Timeline
     from drivetrain.memory.profiler import profile_model
     from drivetrain.memory.release import clear_device_cache, release_memory
-    from drivetrain.memory.timing import Traffic
+    from drivetrain.memory.timing import Traffic, step_seconds
 
 _HOMES = {
     "activations": ["ActivationCheckpointing", "checkpoint_activations"],
@@ -38,7 +38,7 @@ _HOMES = {
     "profile": ["ModelProfile", "Moment", "OptimizerProfile", "ParameterProfile", "Stretch", "Timeline"],
     "profiler": ["profile_model"],
     "release": ["clear_device_cache", "release_memory"],
-    "timing": ["Traffic"],
+    "timing": ["Traffic", "step_seconds"],
 }
 
 __all__ = [
@@ -74,6 +74,7 @@ __all__ = [
     "release_memory",
     "repeated_blocks",
     "should_reduce_batch_size",
+    "step_seconds",
 ]
 
 __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

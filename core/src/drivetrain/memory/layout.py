@@ -9,7 +9,7 @@ from typing import Any
 from drivetrain.interfaces.sharding_planner import ShardingPlan, TrainingRequest
 from drivetrain.memory.hardware import Hardware
 from drivetrain.memory.profile import ModelProfile, Moment, ParameterProfile, Timeline
-from drivetrain.memory.timing import Traffic, seconds
+from drivetrain.memory.timing import Traffic, step_seconds
 
 __all__ = ["Layout", "predict"]
 
@@ -126,7 +126,9 @@ def predict(
         peak_at=peak_at,
         host_bytes=memory.host_bytes,
         communication_bytes=round(traffic.sent),
-        step_seconds=seconds(timeline, traffic, profile, hardware, micro_batch=micro_batch, accumulation=accumulation),
+        step_seconds=step_seconds(
+            timeline, traffic, profile, hardware, micro_batch=micro_batch, accumulation=accumulation
+        ),
         notes=notes,
     )
 

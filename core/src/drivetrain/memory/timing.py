@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from drivetrain.memory.hardware import Hardware
 from drivetrain.memory.profile import ModelProfile, Timeline
 
-__all__ = ["Traffic", "seconds"]
+__all__ = ["Traffic", "step_seconds"]
 
 #: Of what is hidden behind something longer, this share still shows: the first gather and the last reduction have nothing to hide behind.
 _SHOWS = 0.1
@@ -25,6 +25,7 @@ class Traffic:
         replicas: How often it exists.
         gathered: Bytes sent to the other shards so that state becomes whole.
         scattered: Bytes sent to the other shards so that they get their part of sums.
+        summed: Bytes sent to the other shards so that each gets the whole of sums.
         among_replicas: Bytes sent to the other replicas.
         collectives: Number of collectives.
         operations: Operations that the backend runs by itself, around those of the model and its optimizer.
@@ -45,6 +46,7 @@ class Traffic:
     replicas: int = 1
     gathered: float = 0.0
     scattered: float = 0.0
+    summed: float = 0.0
     among_replicas: float = 0.0
     collectives: int = 0
     operations: float = 0.0
@@ -57,7 +59,7 @@ class Traffic:
     @property
     def sent(self) -> float:
         """Bytes that one device sends."""
-        return self.gathered + self.scattered + self.among_replicas
+        return self.gathered + self.scattered + self.summed + self.among_replicas
 
     def gather(self, size: float, number: int, *, times: int) -> None:
         """Shards become whole: ``size`` bytes in so many collectives."""
@@ -71,6 +73,12 @@ class Traffic:
             self.scattered += size * (self.shards - 1) / self.shards * times
             self.collectives += number * times
 
+    def sum_up(self, size: float, number: int, *, times: int) -> None:
+        """Each shard gets the whole of a sum of ``size`` bytes, in so many collectives."""
+        if self.shards > 1:
+            self.summed += 2 * size * (self.shards - 1) / self.shards * times
+            self.collectives += number * times
+
     def reduce(self, size: float, number: int, *, times: int) -> None:
         """Replicas agree on ``size`` bytes."""
         if self.replicas > 1:
@@ -78,7 +86,7 @@ class Traffic:
             self.collectives += number * times
 
 
-def seconds(
+def step_seconds(
     timeline: Timeline,
     traffic: Traffic,
     profile: ModelProfile,
@@ -105,7 +113,7 @@ def seconds(
         >>> profile = profile_of_counts(parameters=1e9, layers=16, hidden=2048, sequence=1024, precision="bf16")
         >>> timeline = profile.timelines["none"]
         >>> devices = known_hardware("a100-80gb")
-        >>> seconds(timeline, Traffic(), profile, devices, micro_batch=8, accumulation=1) > 0.1
+        >>> step_seconds(timeline, Traffic(), profile, devices, micro_batch=8, accumulation=1) > 0.1
         True
     """
     products = timeline.flops * micro_batch / hardware.flops_of(profile.compute_itemsize)
@@ -117,6 +125,7 @@ def seconds(
     sending = (
         traffic.gathered * hardware.gather_factor / near
         + traffic.scattered * hardware.scatter_factor / near
+        + traffic.summed / near
         + traffic.among_replicas / hardware.bandwidth(traffic.replicas, apart=traffic.shards)
         + traffic.collectives * hardware.latency
     )

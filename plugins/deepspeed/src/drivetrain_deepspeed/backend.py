@@ -52,8 +52,8 @@ class DeepSpeedBackend(Backend):
 
     @property
     def options(self) -> DeepSpeedPlugin:
-        """The settings."""
-        return self.context.options or DeepSpeedPlugin()
+        """The settings of what is prepared next."""
+        return self.selected_options or DeepSpeedPlugin()
 
     def setup(self) -> None:
         """Bring up the process group, or use the one that is there, and let DeepSpeed use it, too."""

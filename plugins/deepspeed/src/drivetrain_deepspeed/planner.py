@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from drivetrain.interfaces import ShardingPlan, ShardingPlanner, TrainingRequest
-from drivetrain.memory import Hardware, Layout, ModelProfile, predict
-from drivetrain_deepspeed.zero_memory import Sizes, ZeroMemory
+from drivetrain.memory import Hardware, Layout, ModelProfile, predict, step_seconds
+from drivetrain_deepspeed.sizes import Sizes
+from drivetrain_deepspeed.zero_memory import ZeroMemory
+from drivetrain_deepspeed.zero_time import zero_traffic
 
 __all__ = ["DeepSpeedPlanner"]
 
@@ -63,9 +65,16 @@ class DeepSpeedPlanner(ShardingPlanner):
         recompute: str,
     ) -> ShardingPlan:
         devices = hardware.devices
-        keeps = sizes.live >= profile.parameter_count
+        keeps = stage == 3 and sizes.live >= profile.parameter_count
+        kind = (
+            ", parameters kept"
+            if keeps
+            else ", one bucket"
+            if stage in (1, 2) and sizes.bucket >= profile.parameter_count
+            else ""
+        )
         layout = Layout(
-            strategy=f"ZeRO {stage}" + (", parameters kept" if stage == 3 and keeps else ""),
+            strategy=f"ZeRO {stage}{kind}",
             shards=devices if stage else 1,
             replicas=1 if stage else devices,
             divides=_DIVIDES[stage],
@@ -88,6 +97,23 @@ class DeepSpeedPlanner(ShardingPlanner):
         peak_at, at_peak = memory.peak(
             profile.timelines[recompute], samples=micro_batch, accumulation=plan.accumulation
         )
+        traffic = zero_traffic(
+            profile,
+            hardware,
+            stage=stage,
+            offload=offload,
+            sizes=sizes,
+            accumulation=plan.accumulation,
+            recomputes=profile.timelines[recompute].recompute is not None,
+        )
+        seconds = step_seconds(
+            profile.timelines[recompute],
+            traffic,
+            profile,
+            hardware,
+            micro_batch=micro_batch,
+            accumulation=plan.accumulation,
+        )
         document = _document(profile, stage, offload, sizes, micro_batch, plan.accumulation, devices)
         return replace(
             plan,
@@ -96,6 +122,8 @@ class DeepSpeedPlanner(ShardingPlanner):
             memory_bytes=at_peak,
             peak_at=peak_at,
             host_bytes=memory.host_bytes,
+            communication_bytes=round(traffic.sent),
+            step_seconds=seconds,
         )
 
 
@@ -108,7 +136,7 @@ def _variants(
     units = [0] * len(profile.units)
     for parameter in profile.parameters:
         units[parameter.unit] += parameter.numel
-    # Large enough that each parameter fits, and that there are enough of them to hide behind computing.
+    # Large enough that each parameter fits, small enough that they take little room.
     bucket = min(_BUCKET, max(largest, count // 50))
     low = Sizes(
         bucket=bucket,
@@ -122,8 +150,12 @@ def _variants(
     for stage in (0, 1, 2, 3) if hardware.devices > 1 else (1, 2, 3):  # stage 0 of one process is the backend "single"
         for place in places if stage else [()]:
             yield stage, place, low
+    one = min(_BUCKET, count)
+    if low.bucket < one:  # fewer reductions, where there is room for the bucket
+        yield 1, (), replace(low, bucket=one)
+        yield 2, (), replace(low, bucket=one)
     if low.live < count <= _LIVE:
-        yield 3, (), replace(low, live=_LIVE)
+        yield 3, (), replace(low, live=_LIVE, bucket=one)
     if len(places) > 1:
         yield 3, ("parameters", "optimizer", "gradients"), low
 

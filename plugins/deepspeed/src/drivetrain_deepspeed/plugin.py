@@ -14,7 +14,7 @@ DEEPSPEED = BackendSpec(
     summary="ZeRO sharding and offload by DeepSpeed's engine",
     target="drivetrain_deepspeed.loading:DeepSpeedBackend",
     options="drivetrain_deepspeed.options:DeepSpeedPlugin",
-    accepts=("deepspeed_plugin",),
+    accepts=("deepspeed_plugin", "deepspeed_plugins"),
     exports=(
         "DeepSpeedPlugin",
         "DummyOptim=drivetrain_deepspeed.dummies:DummyOptim",
@@ -35,6 +35,7 @@ DEEPSPEED = BackendSpec(
             Capability.SHARDED_PARAMETERS,
             Capability.MULTIPLE_MODELS,
             Capability.ITEM_WEIGHTS,
+            Capability.NAMED_OPTIONS,
         }
     ),
 )

@@ -14,32 +14,11 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from drivetrain.memory import Hardware, ModelProfile, Moment, Timeline
+from drivetrain_deepspeed.sizes import Sizes
 
-__all__ = ["Sizes", "ZeroMemory"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Sizes in elements that a configuration says.
-
-    Args:
-        bucket: Of reductions.
-        prefetch: Of what is gathered ahead at stage 3.
-        persistent: Smaller parameters stay whole at stage 3.
-        live: Gathered parameters that may stay at stage 3.
-
-    Example:
-        >>> Sizes(bucket=10).live
-        1000000000
-    """
-
-    bucket: int
-    prefetch: int = 50_000_000
-    persistent: int = 100_000
-    live: int = 1_000_000_000
+__all__ = ["ZeroMemory"]
 
 
 class ZeroMemory:
@@ -129,7 +108,8 @@ class ZeroMemory:
                     ),
                 )
         if self.stage == 1:
-            yield "reduction", self._held(gradients=self.width * self.trained + self.part_gradients)
+            # All gradients, and room for those that the part touches.
+            yield "reduction", self._held(gradients=self.width * self.trained + self.touched_gradients)
         if self.stage in (1, 2) and not self.offload:
             # They are made one flat tensor, which is then copied into float32, unless it is in that already.
             flat = self.part_gradients if self.width < 4 else 0
