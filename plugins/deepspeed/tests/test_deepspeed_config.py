@@ -314,10 +314,6 @@ REFUSED = {
         (None, {"gradient_clipping": 1.0}, {"max_grad_norm": 0.5}),
         "DeepSpeedPlugin.gradient_clipping=1.0 and the norm 0.5",
     ),
-    "folder": (
-        (None, {"zero_stage": 3, "offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/nowhere"}),
-        "'/nowhere': there is no such folder",
-    ),
     "disk below stage 3": (
         (
             None,
@@ -327,7 +323,7 @@ REFUSED = {
     ),
     "rounded on disk": (
         (None, {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "/"}),
-        "(may not write|rounds the parameters)",
+        "rounds the parameters",
     ),
     "autocast to nothing": ((None, {"torch_autocast": True}), "torch_autocast needs mixed_precision"),
     "autocast and conversion": (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -104,12 +103,6 @@ def _fill_offload(zero: dict[str, Any], kind: str, options: DeepSpeedPlugin) -> 
     path = options.value_of(f"offload_{kind}_nvme_path")
     if path is None or path == AUTO:
         raise ConfigurationError(f"{section} keeps state on a disk: say in which folder, with {section}_nvme_path.")
-    if not os.path.isdir(path):  # noqa: PTH112
-        raise ConfigurationError(
-            f"{section}_nvme_path={str(path)!r}: there is no such folder. Make it on the disk that is to be used, on each machine."
-        )
-    if not os.access(path, os.W_OK):
-        raise ConfigurationError(f"{section}_nvme_path={str(path)!r}: this process may not write there.")
     values["nvme_path"] = str(path)
 
 

@@ -45,6 +45,7 @@ class ZeroMemory:
     ) -> None:
         self.profile, self.stage, self.offload, self.sizes = profile, stage, offload, sizes
         self.devices = hardware.devices
+        self.staging = hardware.staging if hardware.devices > 1 else 0.0
         self.width = profile.compute_itemsize
         trained = [p for p in profile.parameters if p.trainable]
         self.trained = sum(p.numel for p in trained)
@@ -105,6 +106,7 @@ class ZeroMemory:
                         activations=moment.activations(samples) + inputs,
                         gradients=self._gradients(moment, stretch.phase, accumulates=accumulation > 1),
                         gathered=self._gathered(stretch.unit),
+                        staged=self._staged(moment, stretch.phase),
                     ),
                 )
         if self.stage == 1:
@@ -118,7 +120,7 @@ class ZeroMemory:
             gradients = self.fresh + (self.width * self.trained if not self.stage else 0)
             yield "optimizer step", self._held(gradients=gradients, activations=self.temporaries)
 
-    def _held(self, *, activations: int = 0, gradients: int = 0, gathered: int = 0) -> dict[str, int]:
+    def _held(self, *, activations: int = 0, gradients: int = 0, gathered: int = 0, staged: int = 0) -> dict[str, int]:
         off = "optimizer" in self.offload
         bucket = min(self.sizes.bucket, 2**62) * self.width if self.stage else 0
         constant = self.part_gradients if self.stage == 3 and "gradients" not in self.offload else 0
@@ -128,7 +130,7 @@ class ZeroMemory:
             "optimizer": 0 if off else self.masters + self.state,
             "activations": activations,
             "gathered": gathered,
-            "communication": bucket,
+            "communication": bucket + staged,
             "buffers": self.profile.buffers,
         }
 
@@ -150,6 +152,13 @@ class ZeroMemory:
         # The part's gradients are there once a bucket was full, and are added to those of earlier micro-batches at the end.
         part = self.touched_gradients if made > self.width * self.sizes.bucket else 0
         return min(made, self.waiting) + part + (self.touched_gradients if accumulates else 0)
+
+    def _staged(self, moment: Moment, phase: str) -> int:
+        """Stage 3: what the communication backend copies of a bucket, or of a parameter that is larger, while it scatters sums."""
+        if self.stage < 3 or phase != "backward":
+            return 0
+        made = round(moment.gradients * self.width / 4)
+        return round(self.staging * min(made, self.width * max(self.sizes.bucket, self.largest)))
 
     def _gathered(self, unit: int) -> int:
         if self.stage < 3:
