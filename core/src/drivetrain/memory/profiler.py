@@ -257,6 +257,11 @@ class _Copied:
         self.model: torch.nn.Module = copy.deepcopy(model, memo)
         self.blocks: list[torch.nn.Module] = [memo[id(b)] for b in blocks]
         self._optimizer, self._memo = optimizer, memo
+        # Scripts make optimizers before a precision converts the model: state that is there from the start has the dtype of then.
+        is_made = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+        self._early: torch.optim.Optimizer | None = (
+            None if is_made else optimizer([p for p in self.model.parameters() if p.requires_grad])
+        )
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -264,8 +269,9 @@ class _Copied:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if self._optimizer is None:
             return torch.optim.AdamW(trained)
-        if not isinstance(self._optimizer, torch.optim.Optimizer):
-            made: torch.optim.Optimizer = self._optimizer(trained)
+        if self._early is not None:
+            held = {id(p) for group in self._early.param_groups for p in group["params"]}
+            made: torch.optim.Optimizer = self._early if held == {id(p) for p in trained} else self._optimizer(trained)
             return made
         given = self._optimizer
         groups = [

@@ -11,9 +11,10 @@ from deepspeed.accelerator import get_accelerator
 from drivetrain.errors import UnsupportedError
 from drivetrain.interfaces import Precision
 from drivetrain.interfaces.autocast import AutocastForward
+from drivetrain.interfaces.norms import keeps_statistics
 from drivetrain.parallel.structure import convert_to_fp32, map_tensors
 
-__all__ = ["EnginePrecision"]
+__all__ = ["EnginePrecision", "WidenedForward"]
 
 #: What a dynamic loss scaler remembers beside the scale.
 _HISTORY = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -74,6 +75,9 @@ class EnginePrecision(Precision):
         """
         if self.is_low and casts:
             model.register_forward_pre_hook(_ConvertInputs(self.compute_dtype), with_kwargs=True, prepend=True)
+            for module in model.modules():
+                if keeps_statistics(module) and "forward" not in vars(module):
+                    vars(module)["forward"] = WidenedForward(module)
         if self.is_low and self._upcast:
             model.register_forward_hook(_upcast_outputs)
         return model
@@ -93,6 +97,9 @@ class EnginePrecision(Precision):
                     del hooks[key]
         if isinstance(model.__dict__.get("forward"), AutocastForward):
             model.__dict__["forward"].undo()
+        for module in model.modules():
+            if isinstance(vars(module).get("forward"), WidenedForward):
+                del vars(module)["forward"]
         return model
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,6 +131,35 @@ class EnginePrecision(Precision):
 def _scaler(optimizer: Any) -> Any:
     """What holds the scale: ZeRO's optimizers have an object of their own for it, those of stage 0 a configuration."""
     return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None) or optimizer
+
+
+class WidenedForward:
+    """Takes the place of the ``forward`` of a norm with running statistics: they stay float32 in an engine, and no kernel takes parameters of another dtype.
+
+    An object with a reference to the module, so that the model can be pickled and copied.
+
+    Args:
+        module: The norm.
+
+    Example:
+        >>> norm = torch.nn.BatchNorm1d(2, dtype=torch.bfloat16)
+        >>> _ = norm.register_buffer("running_mean", torch.zeros(2)), norm.register_buffer("running_var", torch.ones(2))
+        >>> norm.forward = WidenedForward(norm)
+        >>> norm(torch.ones(4, 2, dtype=torch.bfloat16)).dtype
+        torch.bfloat16
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The norm's output, in the dtype of its input."""
+        module, narrow = self.module, self.module._parameters
+        try:
+            module._parameters = {n: p if p is None else p.to(torch.float32) for n, p in narrow.items()}  # type: ignore[misc]
+            return type(module).forward(module, *args, **kwargs)
+        finally:
+            module._parameters = narrow
 
 
 class _ConvertInputs:
