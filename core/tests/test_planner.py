@@ -163,6 +163,57 @@ def test_recomputing_holds_less_and_computes_more():
     assert profile.timelines["half"].recompute == {"every": 2}
 
 
+class Meets(torch.nn.Module):
+    """Each sample is compared with each other one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return (y @ y.T).softmax(-1) @ y
+
+
+@pytest.mark.parametrize(
+    "model", [Meets(), torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())], ids=["meets", "apart"]
+)
+def test_work_of_larger_batches_follows_from_a_small_one(model):
+    def work(rows, asked):
+        batch = torch.zeros(rows, 8)
+        profile = profile_model(model, batch, loss=lambda m, x: m(x).sum(), recompute={"none": None})
+        return profile.timelines["none"].work(asked)
+
+    flops, moved = work(16, 64)
+    assert flops == pytest.approx(work(64, 64)[0], rel=1e-9)
+    assert moved == pytest.approx(work(64, 64)[1], rel=0.03)  # a batch of any size needs a little
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.AdamW])
+def test_state_has_the_dtype_of_when_it_is_made(optimizer):
+    """Adagrad makes it at once, before the model is converted to bf16; with float32 copies of the weights beside it."""
+    precision = Accelerator(cpu=True, mixed_precision="pure-bf16", backend="single").backend.precision
+    given = profile_model(
+        torch.nn.Linear(8, 8), torch.zeros(2, 8), optimizer=optimizer, loss=lambda m, x: m(x).sum(), precision=precision
+    )
+    model = torch.nn.Linear(8, 8)
+    made = profile_model(
+        model,
+        torch.zeros(2, 8),
+        optimizer=optimizer(model.parameters()),
+        loss=lambda m, x: m(x).sum(),
+        precision=precision,
+    )
+    assert given.optimizer.state == made.optimizer.state
+
+
+def test_a_step_on_one_parameter_has_no_temporaries_of_another():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 8, bias=False))
+    loss = lambda m, x: m(x).sum()  # noqa: E731
+    found = profile_model(model, torch.zeros(2, 16), optimizer=torch.optim.Adagrad, loss=loss).optimizer
+    assert (found.temporaries, found.temporaries_alone) == ((16 + 8) * 16 * 4, 16 * 16 * 4)
+
+
 def test_the_meta_device_and_mappings():
     class Model(torch.nn.Module):
         def __init__(self):

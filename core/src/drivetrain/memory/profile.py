@@ -92,6 +92,7 @@ class Stretch:
         end: The last moment.
         flops: Floating-point operations of matrix products, convolutions and attention, per sample.
         moved: Bytes that all other operations read and write, per sample.
+        flops_squared, moved_squared: What comes to these per sample and other sample, where samples meet: in routing by one-hot products, for one.
         operations: Number of operations, whatever the batch.
     """
 
@@ -101,6 +102,8 @@ class Stretch:
     end: Moment = Moment()
     flops: float = 0.0
     moved: float = 0.0
+    flops_squared: float = 0.0
+    moved_squared: float = 0.0
     operations: int = 0
 
     def peak(self, samples: float) -> Moment:
@@ -140,6 +143,17 @@ class Timeline:
     def moved(self) -> float:
         """Bytes that operations other than matrix products read and write, per sample."""
         return sum(s.moved for s in self.stretches)
+
+    def work(self, samples: int) -> tuple[float, float]:
+        """Floating-point operations of a micro-batch, and bytes that other operations read and write.
+
+        Example:
+            >>> together = Stretch(phase="forward", unit=0, flops=2.0, flops_squared=1.0, moved=4.0)
+            >>> Timeline(stretches=(together,)).work(3)
+            (15.0, 12.0)
+        """
+        flops = sum(s.flops * samples + s.flops_squared * samples**2 for s in self.stretches)
+        return flops, sum(s.moved * samples + s.moved_squared * samples**2 for s in self.stretches)
 
     @property
     def operations(self) -> int:

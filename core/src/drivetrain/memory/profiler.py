@@ -345,13 +345,26 @@ def _stretches(small: list[Recorded], large: list[Recorded], count: int) -> tupl
             unit=a.unit,
             peaks=_fullest([_moment(*pair, count) for pair in zip(a.moments, b.moments, strict=True)]),
             end=_moment(a.moments[-1], b.moments[-1], count),
-            flops=b.flops / (2 * count),
-            moved=(b.moved - a.moved) / count,
+            **_work(a, b, count),
             operations=a.operations,
         )
         for a, b in zip(small, large, strict=True)
         if a.operations
     )
+
+
+def _work(small: Recorded, large: Recorded, count: int) -> dict[str, float]:
+    """A parabola through nothing and what two sizes of the batch gave, where it bends upwards; else a straight line."""
+    found = {}
+    for name in ("flops", "moved"):
+        one, two = getattr(small, name), getattr(large, name)
+        bend = (two - 2 * one) / (2 * count**2)
+        if bend * count < 1e-6 * one / count:
+            bend, slope = 0.0, (two - one) / count  # without what any batch needs
+        else:
+            slope = one / count - bend * count
+        found |= {name: slope, f"{name}_squared": bend}
+    return found
 
 
 def _moment(one: tuple[int, int, int], two: tuple[int, int, int], count: int) -> Moment:

@@ -116,8 +116,8 @@ def step_seconds(
         >>> step_seconds(timeline, Traffic(), profile, devices, micro_batch=8, accumulation=1) > 0.1
         True
     """
-    products = timeline.flops * micro_batch / hardware.flops_of(profile.compute_itemsize)
-    others = timeline.moved * micro_batch / hardware.memory_bandwidth
+    flops, moved = timeline.work(micro_batch)
+    products, others = flops / hardware.flops_of(profile.compute_itemsize), moved / hardware.memory_bandwidth
     started = accumulation * timeline.operations * hardware.launch + traffic.operations * hardware.launch
     working = accumulation * (products + others) + traffic.copied / hardware.memory_bandwidth
     computing = max(working, started) if hardware.overlaps else working + started
