@@ -51,6 +51,20 @@ def deepspeed_plugin(value, folder):
     return stage(zero_stage=value)
 
 
+@effect("Accelerator.deepspeed_plugins", ("first", [1, 1]), ("second", [3, 3]), ranks=2)
+def deepspeed_plugins(value, folder):
+    """The stage of a model that is prepared after one of two was selected."""
+    plugins = {"first": DeepSpeedPlugin(zero_stage=1), "second": DeepSpeedPlugin(zero_stage=3)}
+    accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins)
+    accelerator.state.select_deepspeed_plugin(value)
+    model = torch.nn.Linear(4, 4)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    try:
+        return model.zero_optimization_stage()
+    finally:
+        accelerator.end_training()
+
+
 @effect("DeepSpeedPlugin.gradient_accumulation_steps", ("auto", [1, 1]), (3, [3, 3]), ranks=2)
 def gradient_accumulation_steps(value, folder):
     with engine(2, gradient_accumulation_steps=value) as (accelerator, _, _):
