@@ -251,6 +251,13 @@ class PreparePlan(msgspec.Struct, frozen=True, kw_only=True):
                 }
                 for cls, options in sorted(self.options.items())
             },
+            "named_options": {
+                cls: {
+                    key: {name: masked(_plain(value), name) for name, value in _fields(options).items()}
+                    for key, options in named.items()
+                }
+                for cls, named in sorted(self.named_options.items())
+            },
             "rejected": [r._asdict() for r in self.rejections],
             "notes": list(self.notes),
         }

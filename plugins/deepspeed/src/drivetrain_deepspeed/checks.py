@@ -146,12 +146,12 @@ def check_disk(config: Config, *, parameters: int = 0, processes: int = 1, here:
     failed = {rank: entry for rank, entry in enumerate(everywhere) if entry[1]}
     if failed:
         first, (kind, sentence) = min(failed.items(), key=lambda entry: entry[1][0] is not ConfigurationError)
-        where = (
-            ""
-            if len(failed) == len(everywhere)
-            else f" (on rank {first}; {len(failed)} of {len(everywhere)} found something)"
+        count = len(everywhere)
+        raise kind(
+            sentence
+            if len(failed) == count
+            else f"{sentence} (on rank {first}; {len(failed)} of {count} ranks can't use it)"
         )
-        raise kind(sentence + where)
 
 
 def _unfit_folder(field: str, path: str, least: int) -> str:
@@ -159,8 +159,9 @@ def _unfit_folder(field: str, path: str, least: int) -> str:
     folder = Path(path)
     said = f"{field}={path!r}"
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "there is no such folder"
-        return f"{said}: {what}. Make it, on a disk of each machine."
+        if folder.exists():
+            return f"{said}: this is a file. Give a folder, on a disk of each machine."
+        return f"{said}: there is no such folder. Make it, on a disk of each machine."
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from drivetrain.interfaces import ShardingPlan, ShardingPlanner, TrainingRequest
 from drivetrain.memory import Hardware, Layout, ModelProfile, predict, step_seconds
@@ -35,7 +35,7 @@ class DeepSpeedPlanner(ShardingPlanner):
         >>> planner = DeepSpeedPlanner(ShardingPlannerSpec(name="deepspeed", backend="deepspeed"))
         >>> profile = profile_of_counts(parameters=7e9, layers=32, hidden=4096, precision="bf16")
         >>> plans = planner.propose(profile, known_hardware("h100-sxm", devices=8), TrainingRequest(batch_size=8, offload=False))
-        >>> {plan.strategy: round(plan.memory_bytes["optimizer"] / 1e9) for plan in plans}
+        >>> {plan.strategy: round(plan.memory_bytes["optimizer"] / 1e9) for plan in plans if "," not in plan.strategy}
         {'ZeRO 0': 84, 'ZeRO 1': 11, 'ZeRO 2': 11, 'ZeRO 3': 11}
     """
 
@@ -43,11 +43,11 @@ class DeepSpeedPlanner(ShardingPlanner):
         """Each stage, place of state, micro-batch and recomputation; nothing in a precision that DeepSpeed doesn't have."""
         if profile.precision not in _PRECISIONS or profile.trainable_bytes == 0:
             return
-        for stage, offload, sizes in _variants(profile, hardware, offload=request.offload):
+        for variant in _variants(profile, hardware, offload=request.offload):
             for recompute in request.recompute:
                 for micro_batch in request.micro_batches:
                     if request.divides(micro_batch, hardware.devices):
-                        yield self._plan(profile, hardware, request, stage, offload, sizes, micro_batch, recompute)
+                        yield self._plan(profile, hardware, request, variant, micro_batch, recompute)
 
     def document(self, plan: ShardingPlan) -> str:
         """The configuration as JSON, which DeepSpeed itself takes, and ``DeepSpeedPlugin(hf_ds_config=...)``."""
@@ -58,28 +58,19 @@ class DeepSpeedPlanner(ShardingPlanner):
         profile: ModelProfile,
         hardware: Hardware,
         request: TrainingRequest,
-        stage: int,
-        offload: tuple[str, ...],
-        sizes: Sizes,
+        variant: _Variant,
         micro_batch: int,
         recompute: str,
     ) -> ShardingPlan:
         devices = hardware.devices
-        keeps = stage == 3 and sizes.live >= profile.parameter_count
-        kind = (
-            ", parameters kept"
-            if keeps
-            else ", one bucket"
-            if stage in (1, 2) and sizes.bucket >= profile.parameter_count
-            else ""
-        )
+        kind, stage, offload, sizes = variant
         layout = Layout(
-            strategy=f"ZeRO {stage}{kind}",
+            strategy=f"ZeRO {stage}, {kind}" if kind else f"ZeRO {stage}",
             shards=devices if stage else 1,
             replicas=1 if stage else devices,
             divides=_DIVIDES[stage],
             offload=offload,
-            keeps_gathered=keeps,
+            keeps_gathered=sizes.live >= profile.parameter_count,
             gather_itemsize=profile.compute_itemsize,
             reduce_itemsize=profile.compute_itemsize,
             sync_each_batch=stage > 1,
@@ -127,10 +118,17 @@ class DeepSpeedPlanner(ShardingPlanner):
         )
 
 
-def _variants(
-    profile: ModelProfile, hardware: Hardware, *, offload: bool
-) -> Iterator[tuple[int, tuple[str, ...], Sizes]]:
-    """Stages, what lives in the CPU's memory, and sizes of buckets."""
+class _Variant(NamedTuple):
+    """What is special, the stage, what lives in the CPU's memory, and sizes of buckets."""
+
+    kind: str
+    stage: int
+    offload: tuple[str, ...]
+    sizes: Sizes
+
+
+def _variants(profile: ModelProfile, hardware: Hardware, *, offload: bool) -> Iterator[_Variant]:
+    """All that is proposed, whatever the micro-batch."""
     count = profile.parameter_count
     largest = max(p.numel for p in profile.parameters)
     units = [0] * len(profile.units)
@@ -149,15 +147,15 @@ def _variants(
         places.append(("optimizer", "gradients"))
     for stage in (0, 1, 2, 3) if hardware.devices > 1 else (1, 2, 3):  # stage 0 of one process is the backend "single"
         for place in places if stage else [()]:
-            yield stage, place, low
-    one = min(_BUCKET, count)
-    if low.bucket < one:  # fewer reductions, where there is room for the bucket
-        yield 1, (), replace(low, bucket=one)
-        yield 2, (), replace(low, bucket=one)
+            yield _Variant("", stage, place, low)
+    large = replace(low, bucket=min(_BUCKET, count))
+    if low.bucket < large.bucket:  # fewer reductions, where there is room for the bucket
+        yield _Variant("large buckets", 1, (), large)
+        yield _Variant("large buckets", 2, (), large)
     if low.live < count <= _LIVE:
-        yield 3, (), replace(low, live=_LIVE, bucket=one)
+        yield _Variant("parameters kept", 3, (), replace(large, live=_LIVE))
     if len(places) > 1:
-        yield 3, ("parameters", "optimizer", "gradients"), low
+        yield _Variant("", 3, ("parameters", "optimizer", "gradients"), low)
 
 
 def _document(
