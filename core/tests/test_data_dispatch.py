@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain.data import DataLoaderConfiguration, LoaderStack, prepare_data_loader
-from drivetrain.data.dispatch import pack, unpack
+from drivetrain.data.packing import pack, unpack
 from drivetrain.errors import DistributedOperationError
 
 
