@@ -271,14 +271,16 @@ class _Copied:
             return torch.optim.AdamW(trained)
         if self._early is not None:
             held = {id(p) for group in self._early.param_groups for p in group["params"]}
-            made: torch.optim.Optimizer = self._early if held == {id(p) for p in trained} else self._optimizer(trained)
+            if held == {id(p) for p in trained}:
+                return self._early
+            made: torch.optim.Optimizer = self._optimizer(trained)
             return made
         given = self._optimizer
         groups = [
             {**g, "params": [self._memo[id(p)] for p in g["params"] if id(p) in self._memo and p.requires_grad]}
             for g in given.param_groups
         ]
-        fresh = copy.copy(given)
+        fresh: torch.optim.Optimizer = copy.copy(given)
         fresh.__setstate__(
             {"defaults": given.defaults, "state": {}, "param_groups": [g for g in groups if g["params"]]}
         )
@@ -355,7 +357,7 @@ def _stretches(small: list[Recorded], large: list[Recorded], count: int) -> tupl
 
 def _work(small: Recorded, large: Recorded, count: int) -> dict[str, float]:
     """A parabola through nothing and what two sizes of the batch gave, where it bends upwards; else a straight line."""
-    found = {}
+    found: dict[str, float] = {}
     for name in ("flops", "moved"):
         one, two = getattr(small, name), getattr(large, name)
         bend = (two - 2 * one) / (2 * count**2)
