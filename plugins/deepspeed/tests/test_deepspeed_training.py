@@ -431,7 +431,9 @@ def test_a_disk_that_takes_nothing_is_refused_by_all(workers: Workers, tmp_path:
     assert "is a file" in workers(2).run(on_some_disk, str(tmp_path))[0]
     (tmp_path / "1" / "swap").unlink()
     (tmp_path / "1" / "swap").mkdir()
-    full = workers(2).run(on_some_disk, str(tmp_path), 10)
+    full = workers(2).run(
+        on_some_disk, str(tmp_path), 3 * 4 * 20 - 1
+    )  # 20 weights of AdamW, and its two moments of each
     assert len(set(full)) == 1
     assert "Make room, or choose another disk" in full[0]
 

@@ -175,6 +175,7 @@ class Builder:
         process = self.backend.context.process
         check_disk(
             config,
+            optimizer,
             parameters=facts.parameter_count,
             processes=process.world_size,
             here=process.local_world_size,

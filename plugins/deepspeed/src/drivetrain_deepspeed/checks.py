@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -104,11 +106,14 @@ def check_config(config: Config) -> None:
             raise UnsupportedError(f"DeepSpeed's configuration: {sentence}")
 
 
-def check_disk(config: Config, *, parameters: int = 0, processes: int = 1, here: int = 1) -> None:
+def check_disk(
+    config: Config, optimizer: Any = None, *, parameters: int = 0, processes: int = 1, here: int = 1
+) -> None:
     """Refuse offload to a disk on which state can't be kept. Collective where there is such offload: what one process finds all raise.
 
     Args:
         config: A resolved configuration.
+        optimizer: What keeps state.
         parameters: Number of the model's elements.
         processes: Number of processes that divide them.
         here: How many of these share this machine's disk.
@@ -133,8 +138,9 @@ def check_disk(config: Config, *, parameters: int = 0, processes: int = 1, here:
     found = ""
     kind: type[ConfigurationError | EnvironmentDetectionError] = ConfigurationError
     for key in used:
-        # At least: the weights in float32 for the optimizer, and in two bytes each for the computation.
-        least = (4 if key == "offload_optimizer" else 2) * parameters * here // processes
+        # At least: float32 weights and the optimizer's state, or weights in two bytes each for the computation.
+        width = 4 * (1 + _kept_per_element(optimizer)) if key == "offload_optimizer" else 2
+        least = width * parameters * here // processes
         found = found or _unfit_folder(f"{key}_nvme_path", str(zero[key].get("nvme_path")), least)
     if not found and not AsyncIOBuilder().is_compatible(verbose=False):
         kind = EnvironmentDetectionError
@@ -154,6 +160,22 @@ def check_disk(config: Config, *, parameters: int = 0, processes: int = 1, here:
         )
 
 
+def _kept_per_element(optimizer: Any) -> int:
+    """How many numbers of state an optimizer keeps of each element, by a step on a few; 0 where that can't be found out."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or not optimizer.param_groups:
+        return 0
+    parameter = torch.nn.Parameter(torch.zeros(8))
+    parameter.grad = torch.zeros(8)
+    tried = copy.copy(optimizer)
+    tried.state = defaultdict(dict)
+    tried.param_groups = [{**optimizer.param_groups[0], "params": [parameter]}]
+    try:
+        type(tried).step(tried)  # schedulers put a function of the original into its place
+    except Exception:
+        return 0
+    return sum(isinstance(v, torch.Tensor) and v.shape == parameter.shape for v in tried.state[parameter].values())
+
+
 def _unfit_folder(field: str, path: str, least: int) -> str:
     """Why state can't be kept there, or nothing."""
     folder = Path(path)
@@ -167,7 +189,9 @@ def _unfit_folder(field: str, path: str, least: int) -> str:
             file.write(b"x")
     except OSError as error:
         return f"{said}: files can't be written there ({error.strerror}). Choose a folder that this user may write to, on a disk that isn't full."
-    free = shutil.disk_usage(folder).free
+    # DeepSpeed writes over what an earlier run has left there.
+    left = sum(file.stat().st_size for file in folder.glob("zero_stage_3/*/rank*/*.swp"))
+    free = shutil.disk_usage(folder).free + left
     if free < least:
         return f"{said}: {free / 1e9:.2f} GB are free there, and this machine's processes keep at least {least / 1e9:.2f} GB. Make room, or choose another disk."
     return ""
