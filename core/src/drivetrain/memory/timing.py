@@ -9,7 +9,7 @@ from drivetrain.memory.profile import ModelProfile, Timeline
 
 __all__ = ["Traffic", "step_seconds"]
 
-#: Of what is hidden behind something longer, this share still shows: the first gather and the last reduction have nothing to hide behind.
+#: Of what is hidden behind something longer, this share still shows: the first gather, the last reduction and the first operations have nothing to hide behind.
 _SHOWS = 0.1
 
 
@@ -98,7 +98,7 @@ def step_seconds(
     """Predicted time of one optimizer step.
 
     Matrix products take their operations over the device's arithmetic; everything else its bytes over the memory's bandwidth, or the time that starting an
-    operation takes, whichever is longer; the backend's own operations and copies come on top. Communication hides behind computing where devices can do both at once.
+    operation takes, whichever is longer, and a tenth of the other; the backend's own operations and copies come on top. Communication hides behind computing where devices can do both at once.
 
     Args:
         timeline: Forward and backward of a micro-batch.
@@ -120,7 +120,7 @@ def step_seconds(
     products, others = flops / hardware.flops_of(profile.compute_itemsize), moved / hardware.memory_bandwidth
     started = accumulation * timeline.operations * hardware.launch + traffic.operations * hardware.launch
     working = accumulation * (products + others) + traffic.copied / hardware.memory_bandwidth
-    computing = max(working, started) if hardware.overlaps else working + started
+    computing = _beside(working, started) if hardware.overlaps else working + started
     near = hardware.bandwidth(traffic.shards)
     sending = (
         traffic.gathered * hardware.gather_factor / near
@@ -131,10 +131,14 @@ def step_seconds(
     )
     moving = traffic.host / hardware.host_bandwidth
     if hardware.overlaps:
-        beside = max(sending, moving)
-        together = max(computing, beside) + _SHOWS * min(computing, beside)
+        together = _beside(computing, max(sending, moving))
     else:
         together = computing + sending + moving
     speed = hardware.host_bandwidth if traffic.steps_on_host else hardware.memory_bandwidth
     times = traffic.stepped / speed, traffic.step_operations * hardware.launch
     return together + (max(times) if hardware.overlaps else sum(times))
+
+
+def _beside(one: float, two: float) -> float:
+    """Seconds of two things that hide behind each other."""
+    return max(one, two) + _SHOWS * min(one, two)

@@ -12,8 +12,11 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import groups
+from torch.nn import functional
 
 from drivetrain.errors import EnvironmentDetectionError
 from drivetrain.specs import ProcessInfo
@@ -77,8 +80,12 @@ def leave() -> None:
 def forget_modules() -> None:
     """Empty what DeepSpeed keeps of models after their engines are destroyed: with them engines, weights and process groups would stay.
 
-    Stage 3 has a list of modules that are in their forward, at whose bottom each engine's model stays, and a cache of what is released when.
+    Stage 3 has a list of modules that are in their forward, at whose bottom each engine's model stays, and a cache of what is released when. It also puts a
+    function of its own into the place of torch's ``linear``, for all models of the process: these would go on with it, and give gradients in another order.
     """
+    replaced = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+    if replaced is not None and functional.linear is zero3_linear_wrap:
+        functional.linear = replaced
     parameter_offload.FWD_MODULE_STACK.clear()
     for function in vars(PartitionedParameterCoordinator).values():
         for cell in getattr(function, "__closure__", None) or ():
