@@ -25,8 +25,9 @@ class AcceleratorState(ProcessControl):
     """One Accelerator's settings under Accelerate's names: ``accelerator.state``.
 
     A view of that Accelerator and not a singleton, so several with different settings live side by side. An attribute that is the
-    keyword of an options object (``accepts`` of its spec) gives that object where the Accelerator has one, else None. Where a backend takes several
-    by name, as DeepSpeed does, ``state.select_deepspeed_plugin("teacher")`` selects one for what is prepared next, ``state.deepspeed_plugins`` has all.
+    keyword of an options object (``accepts`` of its spec) gives that object where the Accelerator has one, else None. Where a backend takes
+    several by name (`Capability.NAMED_OPTIONS`), ``state.select_<keyword>(name)`` selects one for what is prepared next, ``state.get_<keyword>(name)``
+    gives one, and ``state.<keyword>s`` all.
 
     Args:
         accelerator: Whose settings.
@@ -83,7 +84,7 @@ class AcceleratorState(ProcessControl):
             several = {
                 f"{keyword}s": named or None,
                 f"select_{keyword}": parts.backend.select_options,
-                f"get_{keyword}": named.__getitem__,
+                f"get_{keyword}": parts.backend.options_named,
                 keyword: parts.backend.selected_options,
             }
             if name in several:

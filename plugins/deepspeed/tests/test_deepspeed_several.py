@@ -117,6 +117,8 @@ def test_plugins_that_cannot_be_together_are_refused() -> None:
     accelerator = make(zero_stage=2)
     with pytest.raises(ConfigurationError, match="called 'b'. The Accelerator was given one object"):
         accelerator.state.select_deepspeed_plugin("b")
+    with pytest.raises(ConfigurationError, match="called 'b'"):
+        accelerator.state.get_deepspeed_plugin("b")
     accelerator.end_training()
 
 

@@ -133,6 +133,14 @@ class Backend:
         Raises:
             ConfigurationError: If none has that name.
         """
+        self.selected_options = self.options_named(name)
+
+    def options_named(self, name: str) -> Any:
+        """One of the options that were given by name.
+
+        Raises:
+            ConfigurationError: If none has that name.
+        """
         named = self.context.named_options
         if name not in named:
             known = (
@@ -141,7 +149,7 @@ class Backend:
                 else "The Accelerator was given one object, not a dict of several."
             )
             raise ConfigurationError(f"No options of the backend {self.spec.name!r} are called {name!r}. {known}")
-        self.selected_options = named[name]
+        return named[name]
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,8 @@ def _kept_per_element(optimizer: Any) -> int:
     parameter.grad = torch.zeros(8)
     tried = copy.copy(optimizer)
     tried.state = defaultdict(dict)
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # they are for the script's own steps
+        setattr(tried, name, OrderedDict())
     tried.param_groups = [{**optimizer.param_groups[0], "params": [parameter]}]
     try:
         type(tried).step(tried)  # schedulers put a function of the original into its place

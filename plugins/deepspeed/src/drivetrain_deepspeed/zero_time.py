@@ -18,6 +18,8 @@ from drivetrain_deepspeed.sizes import Sizes
 
 __all__ = ["zero_traffic"]
 
+#: Elements of a bucket of stage 0.
+_WHOLE_BUCKET = 500_000_000
 #: For each bucket that is reduced; for each parameter in one.
 _BUCKET_OPERATIONS, _REDUCED_OPERATIONS = 650, 16
 #: At stage 3: for each module with parameters that is run forward and backward; for each parameter that is gathered by itself.
@@ -61,7 +63,7 @@ def zero_traffic(
     traffic = Traffic(shards=devices)
     state = 2 * (2 * 4 * sum(elements) + optimizer.state)  # read and written once
     if not stage:
-        traffic.sum_up(whole, ceil(whole / 2e9), times=1)
+        traffic.sum_up(whole, ceil(sum(elements) / _WHOLE_BUCKET), times=1)
         traffic.operations = len(trained)
         at_once = hardware.steps_at_once
         traffic.stepped = state if at_once else max(state, 3 * 4 * optimizer.operations * sum(elements))
